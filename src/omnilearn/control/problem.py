@@ -55,9 +55,15 @@ class Problem:
             raise InfeasibleError(f"a plan needs at least one worker, got {count}")
 
         def per_worker(name: str, value: int | Sequence[int]) -> Ints:
-            array = np.broadcast_to(np.asarray(value, dtype=np.int64), (count,)) if np.ndim(value) == 0 else np.asarray(value, dtype=np.int64)
+            array = (
+                np.broadcast_to(np.asarray(value, dtype=np.int64), (count,))
+                if np.ndim(value) == 0
+                else np.asarray(value, dtype=np.int64)
+            )
             if array.shape != (count,):
-                raise InfeasibleError(f"{name} has {array.size} values for {count} workers: give one number or one per worker")
+                raise InfeasibleError(
+                    f"{name} has {array.size} values for {count} workers: give one number or one per worker"
+                )
             return np.array(array)
 
         return Problem(

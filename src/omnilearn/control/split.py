@@ -33,6 +33,10 @@ def apportion(weights: Floats, total: int, minimum: Ints, maximum: Ints) -> Ints
     # Largest remainder first; among equal remainders the larger weight, so that order of workers does not matter.
     order = np.lexsort((-weights, -np.round(exact - shares, 9)))
     while (missing := int(total - shares.sum())) != 0:
-        room = order[shares[order] < maximum[order]] if missing > 0 else order[::-1][shares[order[::-1]] > minimum[order[::-1]]]
+        room = (
+            order[shares[order] < maximum[order]]
+            if missing > 0
+            else order[::-1][shares[order[::-1]] > minimum[order[::-1]]]
+        )
         shares[room[: abs(missing)]] += 1 if missing > 0 else -1
-    return shares
+    return shares  # type: ignore[no-any-return]

@@ -1,0 +1,273 @@
+"""What the benchmarks and the demo train: model, data, loss, global batch and optimizer under one name.
+
+Data lie in memory and cost next to nothing to index, so that a benchmark times training and not loading. They
+are the same in every process and can be learned, so that a falling loss means something. *heavy*, *even* and
+*chatty* are the three regimes of balancing; *digits* is real data; the others are the papers' models. Where
+they run is left to the benchmarks; first weights come from torch's random state, which the caller seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from omnilearn.bench import models
+from omnilearn.errors import InfeasibleError, UsageError
+
+POOL_BYTES = 256 * 2**20
+"""At most this much generated data is held per process; a longer data set goes round it."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing to train. Everything in it can be pickled."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    dataset: Callable[[int], Dataset]
+    """A map-style data set of so many samples ``(x, y)``, the same whenever and wherever it is made."""
+    loss: Callable[[Any, Any, Any], Tensor]
+    """``loss(model, x, y)``: the mean over the samples of a batch."""
+    global_batch: int
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    describe: str
+
+
+def workload(name: str, size: str = "small") -> Workload:
+    """The workload of that name: ``small`` has a point on two CPU cores, ``full`` on a GPU.
+
+    >>> workload("heavy").global_batch
+    192
+    """
+    if name not in _BUILDERS:
+        raise InfeasibleError(f"unknown workload {name!r}; there are {', '.join(NAMES)}")
+    if size not in ("small", "full"):
+        raise InfeasibleError(f"unknown size {size!r} of workload {name}; there are small, full")
+    return _BUILDERS[name](size == "full")
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+class Pool(Dataset):
+    """``n`` samples out of a pool of tensors, which is gone round when ``n`` is larger."""
+
+    def __init__(self, x: Tensor, y: Tensor, n: int) -> None:
+        self.x, self.y, self.n = x, y, _positive(n)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -self.n <= index < self.n:
+            raise IndexError(f"sample {index} of a data set of {self.n}")
+        at = index % self.n % len(self.x)
+        return self.x[at], self.y[at]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """A batch at once, which torch's DataLoader asks for where it can."""
+        at = torch.as_tensor(indices, dtype=torch.long)
+        if len(at) and not (-self.n <= int(at.min()) and int(at.max()) < self.n):
+            raise IndexError(f"samples {int(at.min())} to {int(at.max())} of a data set of {self.n}")
+        at = at % self.n % len(self.x)
+        return list(zip(self.x[at].unbind(), self.y[at].unbind(), strict=True))
+
+
+def digits(train: bool) -> Pool:
+    """Scikit-learn's handwritten digits, 1×8×8 in [0, 1]: 1437 to train on, or the other 360 to test with."""
+    x, y = _digits(train)
+    return Pool(x, y, len(x))
+
+
+def images(n: int, *, shape: tuple[int, int, int], classes: int) -> Pool:
+    """Noisy images of ``classes`` coarse coloured patterns: the pattern is the label."""
+    channels, height, width = shape
+    held = min(_positive(n), _pool_size(4 * math.prod(shape)))
+    draw = torch.Generator().manual_seed(0)
+    colours = torch.randn(classes, channels, 1, 1, generator=draw)
+    patterns = colours + torch.randn(classes, channels, 4, 4, generator=draw)
+    y = torch.randint(classes, (held,), generator=draw)
+    x = torch.randn(held, channels, height, width, generator=draw)
+    for part, labels in zip(x.split(64), y.split(64), strict=True):
+        part.mul_(0.5).add_(F.interpolate(patterns[labels], size=(height, width)))
+    return Pool(x, y, n)
+
+
+def text(n: int, *, context: int, vocabulary: int) -> Pool:
+    """Token sequences and the same one token on: t + 1 follows t three times in four."""
+    held = min(_positive(n), _pool_size(8 * (context + 1)))
+    draw = torch.Generator().manual_seed(0)
+    fresh = (vocabulary * torch.rand(held, context + 1, generator=draw) ** 4).long().clamp_(max=vocabulary - 1)
+    follows = torch.rand(held, context + 1, generator=draw) < 0.75
+    for i in range(1, context + 1):
+        fresh[:, i] = torch.where(follows[:, i], (fresh[:, i - 1] + 1) % vocabulary, fresh[:, i])
+    return Pool(fresh[:, :-1], fresh[:, 1:], n)
+
+
+def _digits(train: bool) -> tuple[Tensor, Tensor]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError("the digits need scikit-learn: pip install 'omnilearn-train[demo]'") from error
+    raw = load_digits()
+    x = torch.as_tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.as_tensor(raw.target, dtype=torch.long)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    cut = len(x) * 4 // 5
+    part = order[:cut] if train else order[cut:]
+    return x[part], y[part]
+
+
+def _some_digits(n: int) -> Pool:
+    return Pool(*_digits(True), n)
+
+
+def _positive(n: int) -> int:
+    if n < 1:
+        raise InfeasibleError(f"a data set needs at least one sample, got n = {n}")
+    return n
+
+
+def _pool_size(sample_bytes: int) -> int:
+    return max(1, POOL_BYTES // sample_bytes)
+
+
+# --- losses and optimizers ----------------------------------------------------------------------------------
+
+
+def classification(model: Any, x: Any, y: Any) -> Tensor:
+    """Cross-entropy, the mean over the samples."""
+    return F.cross_entropy(model(x), y)
+
+
+def next_token(model: Any, x: Any, y: Any) -> Tensor:
+    """Cross-entropy, the mean over tokens; all samples have as many, so it is the mean over samples too."""
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def _sgd(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    return partial(torch.optim.SGD, lr=lr, momentum=0.9)
+
+
+def _adam(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    return partial(torch.optim.Adam, lr=lr)
+
+
+# --- the workloads ------------------------------------------------------------------------------------------
+
+
+def _vision(
+    name: str,
+    model: Callable[[], nn.Module],
+    shape: tuple[int, int, int],
+    classes: int,
+    batch: int,
+    lr: float,
+    why: str,
+) -> Workload:
+    return Workload(
+        name=name,
+        model=model,
+        dataset=partial(images, shape=shape, classes=classes),
+        loss=classification,
+        global_batch=batch,
+        optimizer=_sgd(lr),
+        describe=f"{why}, {'×'.join(map(str, shape))}, B = {batch}",
+    )
+
+
+def _heavy(full: bool) -> Workload:
+    # α is under 1% of β·B at one thread: even the slowest of HL8, a twelfth of the machine, earns its place.
+    if full:
+        model, shape, batch = partial(models.ConvNet, width=64, depth=6), (3, 64, 64), 512
+    else:
+        model, shape, batch = partial(models.ConvNet, width=32, depth=3), (3, 24, 24), 192
+    return _vision(
+        "heavy", model, shape, 10, batch, 0.02, "5×5 conv net, nearly all compute: everybody is worth having"
+    )
+
+
+def _even(full: bool) -> Workload:
+    width, shape, batch = (64, (3, 64, 64), 256) if full else (32, (3, 32, 32), 64)
+    model = partial(models.ConvNet, width=width, depth=2, kernel=3)
+    return _vision("even", model, shape, 10, batch, 0.02, "3-layer conv net: who takes part hardly matters")
+
+
+def _chatty(full: bool) -> Workload:
+    side = 64 if full else 32
+    model = partial(models.Mlp, width=side * side)
+    why = f"MLP with {'67' if full else '4.2'}M parameters: communication costs most, parking is right"
+    return _vision("chatty", model, (1, side, side), 10, 64, 0.02, why)
+
+
+def _digits_workload(full: bool) -> Workload:
+    width = 128 if full else 48
+    return Workload(
+        name="digits",
+        model=partial(models.Cnn, width=width),
+        dataset=_some_digits,
+        loss=classification,
+        global_batch=128,
+        optimizer=_adam(0.002),
+        describe=f"CNN of width {width} on scikit-learn's handwritten digits (real data), 1×8×8, B = 128",
+    )
+
+
+def _published(
+    name: str,
+    build: Callable[..., nn.Module],
+    title: str,
+    width: float,
+    small: int,
+    large: int,
+    lr: float,
+    full: bool,
+) -> Workload:
+    """One of the papers' image models: as published at 224×224, or ``width`` times as wide at 32×32."""
+    if full:
+        return _vision(name, build, (3, 224, 224), 1000, large, lr, f"{title} as published")
+    model = partial(build, classes=10, width=width, small_images=True)
+    return _vision(name, model, (3, 32, 32), 10, small, lr, f"{title} at {width:g} of its width")
+
+
+def _gpt2(full: bool) -> Workload:
+    model: Callable[[], nn.Module]
+    if full:
+        context, vocabulary, batch, lr = 1024, 50257, 32, 3e-4
+        model, title = models.Gpt2, "GPT-2 small as published"
+    else:
+        context, vocabulary, batch, lr = 64, 512, 32, 1e-3
+        model = partial(models.Gpt2, layers=4, heads=4, width=128, context=context, vocabulary=vocabulary, dropout=0.0)
+        title = "GPT-2 of 4 layers, 128 wide"
+    return Workload(
+        name="gpt2",
+        model=model,
+        dataset=partial(text, context=context, vocabulary=vocabulary),
+        loss=next_token,
+        global_batch=batch,
+        optimizer=partial(torch.optim.AdamW, lr=lr),
+        describe=f"{title}, {context} of {vocabulary} tokens, B = {batch}",
+    )
+
+
+_BUILDERS: dict[str, Callable[[bool], Workload]] = {
+    "heavy": _heavy,
+    "even": _even,
+    "chatty": _chatty,
+    "digits": _digits_workload,
+    "resnet18": partial(_published, "resnet18", models.resnet18, "ResNet-18", 0.25, 64, 512, 0.05),
+    "resnet50": partial(_published, "resnet50", models.resnet50, "ResNet-50", 0.25, 32, 512, 0.05),
+    "vgg11": partial(_published, "vgg11", models.Vgg11, "VGG-11", 0.25, 64, 256, 0.01),
+    "alexnet": partial(_published, "alexnet", models.AlexNet, "AlexNet", 0.5, 64, 512, 0.01),
+    "gpt2": _gpt2,
+}
+
+NAMES: tuple[str, ...] = tuple(_BUILDERS)

@@ -1,0 +1,274 @@
+"""The best split for known step-time curves, exactly.
+
+Minimises ``max over active k of (α_k + β_k·b_k) + C(number of active workers)`` over whole-number batches within
+the problem's bounds, with any worker allowed to be parked where the problem says so. Assumes that reducing over
+more workers never costs less (C does not fall). Pure: same input, same plan, on every rank.
+
+How: for a time T, worker k can compute ``cap_k(T)`` samples. The fewest workers that hold the global batch within T
+are those with the largest caps, so ``n(T)``, which never grows with T, costs one sort. ``T + C(n(T))`` is then
+minimised by branch and bound over T: between T1 < T2 it is at least ``T1 + C(n(T2))``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from omnilearn.control.problem import Floats, Ints, Problem
+from omnilearn.errors import InfeasibleError
+
+Mask = npt.NDArray[np.bool_]
+
+EXACT_WORKERS = 256
+"""Up to so many workers the optimum is exact; with more, and a reduction cost, within PRECISION of it."""
+PRECISION = 1e-3
+
+
+def allocate(
+    problem: Problem, alpha: npt.ArrayLike, beta: npt.ArrayLike, reduce_cost: npt.ArrayLike | None = None
+) -> Ints:
+    """The optimal batches for ``t_k(b) = alpha_k + beta_k·b``.
+
+    ``reduce_cost[n]`` is what the reduction over n active workers adds to a step (``n = 0 … workers``).
+
+    >>> allocate(Problem.of(12, workers=2), [0.0, 0.0], [1.0, 2.0]).tolist()
+    [8, 4]
+    >>> allocate(Problem.of(12, workers=2), [0.0, 100.0], [1.0, 2.0]).tolist()
+    [12, 0]
+    """
+    a, b = np.asarray(alpha, dtype=np.float64), np.asarray(beta, dtype=np.float64)
+    cost = np.zeros(problem.workers + 1) if reduce_cost is None else np.asarray(reduce_cost, dtype=np.float64)
+    _check(problem, a, b, cost)
+    low, high = problem.units
+    lines = _Lines(a, b * problem.multiple_of, low, high, problem.global_batch // problem.multiple_of, not problem.park)
+    batches = np.zeros(problem.workers, dtype=np.int64)
+    active, T = _best_set(lines, cost) if problem.park else (np.ones(problem.workers, dtype=bool), None)
+    batches[active] = _fill(lines.only(active), T) * problem.multiple_of
+    return batches
+
+
+def step_time(
+    batches: npt.ArrayLike,
+    alpha: npt.ArrayLike,
+    beta: npt.ArrayLike,
+    reduce_cost: npt.ArrayLike | None = None,
+) -> float:
+    """What a step with these batches takes by the curves: the slowest active worker, and the reduction."""
+    b = np.asarray(batches)
+    active = b > 0
+    times = np.asarray(alpha, dtype=float)[active] + np.asarray(beta, dtype=float)[active] * b[active]
+    return float(times.max() + (0.0 if reduce_cost is None else np.asarray(reduce_cost)[int(active.sum())]))
+
+
+def _check(problem: Problem, alpha: Floats, beta: Floats, cost: Floats) -> None:
+    n = problem.workers
+    if alpha.shape != (n,) or beta.shape != (n,):
+        raise InfeasibleError(f"{n} workers need {n} curves, got {alpha.size} alphas and {beta.size} betas")
+    if not (np.all(np.isfinite(alpha) & (alpha >= 0)) and np.all(np.isfinite(beta) & (beta > 0))):
+        k = int(np.argmax(~(np.isfinite(alpha) & (alpha >= 0) & np.isfinite(beta) & (beta > 0))))
+        raise InfeasibleError(
+            f"worker {k}: a step-time curve needs alpha >= 0 and beta > 0, both finite, got alpha={alpha[k]}, "
+            f"beta={beta[k]}: check the timings it was fitted to"
+        )
+    if cost.shape != (n + 1,) or not np.all(np.isfinite(cost)) or np.any(np.diff(cost[1:]) < 0):
+        raise InfeasibleError(
+            f"reduce_cost needs {n + 1} finite values (for 0 … {n} active workers) that do not fall, got {cost[:9]}"
+        )
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The curves and bounds, with batches counted in units of the problem's multiple.
+
+    Forced: everybody takes part and computes at least its minimum. Otherwise a worker whose minimum does not fit
+    computes nothing.
+    """
+
+    alpha: Floats
+    beta: Floats
+    low: Ints
+    high: Ints
+    total: int
+    forced: bool
+
+    def only(self, active: Mask) -> _Lines:
+        """These workers, and all of them."""
+        return _Lines(self.alpha[active], self.beta[active], self.low[active], self.high[active], self.total, True)
+
+    def caps(self, T: float) -> Floats:
+        """How many units each worker computes within T."""
+        units = np.floor((T - self.alpha) / self.beta)
+        # The division may round across a whole number either way; the product decides.
+        units += self.alpha + self.beta * (units + 1) <= T
+        units -= self.alpha + self.beta * units > T
+        if self.forced:
+            return np.minimum(np.maximum(units, self.low), self.high)
+        units[units < self.low] = 0
+        return np.minimum(units, self.high)
+
+    def later(self, caps: Floats) -> Floats:
+        """When each worker's cap grows next (infinite: never)."""
+        grown = caps + 1 if self.forced else np.maximum(caps + 1, self.low)
+        return np.where(caps < self.high, self.alpha + self.beta * grown, np.inf)
+
+
+def _fill(lines: _Lines, near: float | None) -> Ints:
+    """The split over exactly these workers: all of them finish as early as the slowest can be made to."""
+    T = _first(lines, near)
+    units = lines.caps(T).astype(np.int64)
+    # Workers whose last unit ends exactly at T are tied; what they hold too much goes back, largest batch first
+    # (values decide, not positions: reordering workers reorders the plan).
+    surplus = int(units.sum()) - lines.total
+    if surplus:
+        tied = np.flatnonzero((units > lines.low) & (lines.alpha + lines.beta * units >= T))
+        tied = tied[np.lexsort((lines.alpha[tied], lines.beta[tied], -units[tied]))]
+        units[tied[:surplus]] -= 1
+    return units
+
+
+def _first(lines: _Lines, near: float | None = None) -> float:
+    """The earliest time at which the batch fits; ``near`` is a guess."""
+    below, above = _bracket(lines, near)
+    plain = lines.forced or int(lines.low.sum()) <= lines.total
+    halve = False
+    while True:
+        caps = lines.caps(below)
+        later, missing = lines.later(caps), lines.total - int(caps.sum())
+        if plain and missing <= 0:
+            return below
+        middle = (below + above) / 2
+        if plain and missing <= len(later):
+            # Each worker's next growth adds a unit at least: when so many have grown, the batch fits.
+            soonest = np.partition(later, missing - 1)[:missing]
+            above = min(above, float(soonest[-1]))
+            if not halve:  # often it does not fit any earlier
+                middle = float(np.max(soonest, where=soonest < above, initial=-np.inf))
+            halve = not halve
+        candidate = float(later.min())
+        if candidate >= above:
+            return above
+        middle = middle if candidate < middle < above else candidate
+        if _fits(lines, middle):
+            above = middle
+        else:
+            below = middle
+
+
+def _fits(lines: _Lines, T: float) -> bool:
+    caps = lines.caps(T)
+    if caps.sum() < lines.total:
+        return False
+    return lines.forced or int(lines.low.sum()) <= lines.total or _fewest(lines, caps) > 0
+
+
+def _bracket(lines: _Lines, near: float | None) -> tuple[float, float]:
+    """A time that is too early and one that is not, close together."""
+    least = float(np.min(lines.alpha + lines.beta * lines.low))
+    if near is None:  # the split in real numbers, by Newton's method: what is held grows convexly with time
+        near = (lines.total + float((lines.alpha / lines.beta).sum())) / float((1 / lines.beta).sum())
+        for _ in range(3):
+            busy = lines.alpha < near
+            rate = 1 / lines.beta[busy]
+            if not rate.size:
+                break
+            near = (lines.total + float((lines.alpha[busy] * rate).sum())) / float(rate.sum())
+    above, step = max(near, least), 1e-4 * max(near, least)
+    if _fits(lines, above):
+        while above > step:
+            if not _fits(lines, above - step):
+                return above - step, above
+            above, step = above - step, step * 8
+        return 0.0, above
+    end = float(np.max(lines.alpha + lines.beta * lines.high))
+    while above < end:
+        below, above, step = above, min(above + step, end), step * 8
+        if _fits(lines, above):
+            return below, above
+    raise InfeasibleError(
+        f"no set of workers can hold {lines.total} units between their minimums {lines.low.tolist()[:8]} and "
+        f"maximums {lines.high.tolist()[:8]}: change global_batch, min_batch or max_batch"
+    )
+
+
+def _best_set(lines: _Lines, cost: Floats) -> tuple[Mask, float]:
+    """Who is active in the optimal split, and the time it takes at most."""
+
+    def count(T: float) -> int:
+        return _fewest(lines, lines.caps(T))
+
+    first = _first(lines)
+    most = count(first)
+    best, best_T = first + float(cost[most]), first
+    # Taking longer pays only by what a smaller reduction saves. The limit itself cannot be better, only as good.
+    limit = best - float(cost[1])
+    if limit > first and cost[most] > cost[1]:
+        tolerance = best * (PRECISION if len(lines.low) > EXACT_WORKERS else 0.0)
+        fewest = count(limit)
+        intervals = [(first + float(cost[fewest]), first, limit, most, fewest)]
+        while intervals:
+            bound, early, late, n_early, n_late = heapq.heappop(intervals)
+            if bound >= best - tolerance:
+                break
+            candidate = float(lines.later(lines.caps(early)).min())
+            if n_early == n_late or candidate > late or candidate + cost[n_late] >= best - tolerance:
+                continue
+            middle = max(candidate, (early + late) / 2)
+            n = count(middle)
+            if middle + cost[n] < best:
+                best, best_T = middle + float(cost[n]), middle
+            if middle < late:
+                heapq.heappush(intervals, (middle + float(cost[n_late]), middle, late, n, n_late))
+            if candidate < middle:
+                heapq.heappush(intervals, (early + float(cost[n]), early, middle, n_early, n))
+    return _choose(lines, lines.caps(best_T)), best_T
+
+
+def _fewest(lines: _Lines, caps: Floats) -> int:
+    """How many workers with these caps are needed to hold the batch (0: no set can)."""
+    if caps.sum() < lines.total:
+        return 0
+    n = int(np.searchsorted(np.cumsum(np.sort(caps)[::-1]), lines.total)) + 1
+    if lines.low.min() == lines.low.max():
+        return n if n * int(lines.low[0]) <= lines.total else 0
+    return int(_choose(lines, caps).sum())
+
+
+def _choose(lines: _Lines, caps: Floats) -> Mask:
+    """The fewest workers with these caps that hold the batch: the largest; among equals who is done first."""
+    order = np.lexsort((lines.beta, lines.alpha + lines.beta * caps, -caps))
+    n = int(np.searchsorted(np.cumsum(caps[order]), lines.total)) + 1
+    if int(lines.low[order[:n]].sum()) > lines.total:
+        return _knapsack(caps.astype(np.int64), lines.low, lines.total)
+    chosen = np.zeros(len(caps), dtype=bool)
+    chosen[order[:n]] = True
+    return chosen
+
+
+def _knapsack(caps: Ints, low: Ints, total: int) -> Mask:
+    """The smallest set with Σ caps ≥ total and Σ low ≤ total; empty if there is none.
+
+    Needed only where minimums differ and the plain choice overshoots them. Exact dynamic programme over
+    (workers taken, sum of minimums): fine for hundreds of workers, not for thousands.
+    """
+    usable = np.flatnonzero((caps > 0) & (low <= total))
+    best = np.full((len(usable) + 1, total + 1), -1, dtype=np.int64)
+    best[0, 0] = 0
+    took = np.zeros((len(usable), *best.shape), dtype=bool)
+    for i, k in enumerate(usable):
+        offer = np.full_like(best, -1)
+        source = best[:-1, : total + 1 - low[k]]
+        offer[1:, low[k] :] = np.where(source >= 0, source + caps[k], -1)
+        took[i] = offer > best
+        best = np.maximum(best, offer)
+    chosen = np.zeros(len(caps), dtype=bool)
+    fits = np.argwhere(best >= total)
+    if len(fits):
+        n, weight = (int(v) for v in fits[0])
+        for i in range(len(usable) - 1, -1, -1):
+            if took[i, n, weight]:
+                chosen[usable[i]] = True
+                n, weight = n - 1, weight - int(low[usable[i]])
+    return chosen

@@ -1,0 +1,153 @@
+"""How long does each worker need? A line per worker, ``t(b) = α + β·b``, fitted while training runs.
+
+Recursive least squares on relative errors, all workers at once. Old data fade (FORGET); what is never excited again
+keeps its estimate and only loses certainty, down to a floor (stabilised forgetting). A measurement far outside what
+the line and its uncertainty allow is set aside as an outlier; a second one in a row on the same side is a real change
+of speed: the line is scaled to it and the past forgotten at once. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omnilearn.control.problem import Floats, Ints
+from omnilearn.errors import InfeasibleError
+
+FORGET = 0.95
+"""Weight of the past per measurement: a window of about 20."""
+PRIOR = 0.01
+"""Information about α before anything is known, in measurements: α lies within half the step time of 0, noise is
+some 5%, and (5% / 50%)² = 0.01."""
+NOISE_FLOOR, NOISE_START = 0.02, 0.05
+GATE = 4.0
+"""An outlier is further away than so many standard deviations…"""
+GATE_FLOOR = 0.25
+"""… and further than this fraction of the step time."""
+FLAT = 1e-3
+"""β·b is at least this fraction of the step time: a line never falls and is never quite flat."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One fitted line per worker. Arrays, never changed in place; ``observe`` returns new curves."""
+
+    alpha: Floats
+    beta: Floats
+    info: Floats  # the 2×2 information matrices: rows αα, αβ, ββ
+    noise: Floats  # relative standard deviation of one measurement
+    suspect: Floats  # last measurement over its prediction if it was an outlier, else 1
+    seen: Ints  # measurements taken in; 0: the line is a guess from the worker's nominal speed
+
+    @staticmethod
+    def guess(speeds: npt.ArrayLike) -> Curves:
+        """Lines before the first measurement: proportional to the batch, in the ratio of nominal speeds."""
+        speed = np.asarray(speeds, dtype=np.float64)
+        n = len(speed)
+        return Curves(
+            alpha=np.zeros(n),
+            beta=1 / speed,
+            info=np.zeros((3, n)),
+            noise=np.full(n, NOISE_START),
+            suspect=np.ones(n),
+            seen=np.zeros(n, dtype=np.int64),
+        )
+
+    def times(self, batches: npt.ArrayLike) -> Floats:
+        """Predicted seconds for these batches (for a batch of 0, the fixed part)."""
+        return self.alpha + self.beta * np.asarray(batches, dtype=np.float64)
+
+    def alpha_uncertainty(self, batches: npt.ArrayLike) -> Floats:
+        """Standard deviation of α as a fraction of the step time at these batches (infinite: never measured)."""
+        aa, ab, bb = self.info
+        determinant = aa * bb - ab * ab
+        variance = np.divide(bb, determinant, out=np.full_like(bb, np.inf), where=determinant > 0)
+        return self.noise * np.sqrt(variance) / np.maximum(self.times(batches), 1e-300)
+
+    def scaled(self, factor: npt.ArrayLike) -> Curves:
+        """Every time multiplied by ``factor`` (per worker), with what was known of the line's shape kept."""
+        f = np.asarray(factor, dtype=np.float64)
+        return replace(self, alpha=self.alpha * f, beta=self.beta * f, info=self.info / f**2)
+
+    def observe(self, batches: npt.ArrayLike, seconds: npt.ArrayLike) -> Curves:
+        """Take in one measurement per worker; a batch of 0 means there is none for that worker."""
+        b, t = np.asarray(batches, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+        measured = b > 0
+        if b.shape != self.alpha.shape or t.shape != self.alpha.shape:
+            raise InfeasibleError(f"{len(self.alpha)} workers need as many measurements, got {b.size} and {t.size}")
+        if np.any(b < 0) or not np.all(np.isfinite(t[measured]) & (t[measured] > 0)):
+            k = int(np.argmax((b < 0) | (measured & ~(np.isfinite(t) & (t > 0)))))
+            raise InfeasibleError(
+                f"worker {k}: a measurement needs a positive, finite time, got {t[k]} s for a batch of {b[k]:g}: "
+                f"leave it out by giving batch 0"
+            )
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            return self._fit(b, t, measured)
+
+    def _fit(self, b: Floats, t: Floats, measured: npt.NDArray[np.bool_]) -> Curves:
+        first = measured & (self.seen == 0)
+        b, t = (
+            np.where(measured, b, 1.0),
+            np.where(measured, t, 1.0),
+        )  # the rest is computed too, and left out below
+        # A first measurement sets the line: through it, and proportional to b.
+        alpha = np.where(first, 0.0, self.alpha)
+        beta = np.where(first, t / np.maximum(b, 1), self.beta)
+        predicted = alpha + beta * b
+        one, x = 1 / predicted, b / predicted  # the regressors, on the scale of relative errors
+        error = t / predicted - 1
+
+        floor = PRIOR * one * one
+        info = np.where(first, np.stack([floor, 0 * floor, 0 * floor]), self.info)
+        aa, ab, bb = info
+        spread = (bb * one * one - 2 * ab * one * x + aa * x * x) / (aa * bb - ab * ab)
+        spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
+        deviation = self.noise * np.sqrt(1 + spread)
+        outlier = measured & ~first & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
+        ratio = np.where(measured, 1 + error, 1.0)
+        changed = outlier & (self.suspect != 1) & ((ratio > 1) == (self.suspect > 1))
+        inlier = measured & ~outlier
+
+        # Ordinary measurements: recursive least squares with a floor under the information on α.
+        aa = np.where(inlier, FORGET * aa + (1 - FORGET) * floor + one * one, aa)
+        ab = np.where(inlier, FORGET * ab + one * x, ab)
+        bb = np.where(inlier, FORGET * bb + x * x, bb)
+        determinant = aa * bb - ab * ab
+        step = np.where(inlier & ~first & (determinant > 0), error / determinant, 0.0)
+        alpha = alpha + step * (bb * one - ab * x)
+        beta = beta + step * (aa * x - ab * one)
+        # Back inside α ≥ 0, β > 0 along the direction the data cares least about.
+        least = FLAT * np.where(inlier, t, predicted) / np.maximum(b, 1)
+        low = inlier & (alpha < 0)
+        beta = np.where(low, beta + ab * alpha / bb, beta)
+        alpha = np.where(low, 0.0, alpha)
+        flat = inlier & (beta < least)
+        alpha = np.where(flat, np.maximum(alpha + ab * (beta - least) / aa, 0.0), alpha)
+        beta = np.where(flat, least, beta)
+
+        # A confirmed change of speed: the line scaled to the two measurements, and as uncertain as after the first.
+        shift = np.where(changed, np.sqrt(ratio * self.suspect), 1.0)
+        now = predicted * shift
+        fresh = np.stack([(1 + PRIOR) / now**2, b / now**2, b * b / now**2])
+        info = np.where(changed, fresh, np.stack([aa, ab, bb]))
+        calm = np.minimum(np.abs(error) / np.sqrt(1 + spread), GATE_FLOOR)
+        noise = np.where(inlier & ~first, 0.9 * self.noise + 0.1 * 1.25 * calm, self.noise)
+        return Curves(
+            alpha=alpha * shift,
+            beta=beta * shift,
+            info=np.where(measured, info, self.info),
+            noise=np.maximum(noise, NOISE_FLOOR),
+            suspect=np.where(outlier & ~changed, ratio, np.where(measured, 1.0, self.suspect)),
+            seen=self.seen + inlier + changed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name).tolist() for f in fields(self)}
+
+    @staticmethod
+    def from_state(state: dict[str, Sequence[float]]) -> Curves:
+        return Curves(**{k: np.asarray(v, dtype=np.int64 if k == "seen" else np.float64) for k, v in state.items()})

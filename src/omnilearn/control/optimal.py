@@ -1,0 +1,311 @@
+"""The default policy: fit every worker's curve, solve for the best split, try a parking before believing it.
+
+Three things change a plan. *Rebalance*: the same workers, better split, where the predicted gain is more than noise
+could fake. *Excite*: once or twice in the beginning, batches are moved a little so that the fixed part of each
+worker's time can be told from the part that grows with its batch. *Trial*: another set of workers, tried for a few
+steps and kept only if the measured step time confirms it; a refuted set is not tried again for a while, twice as
+long each time.
+
+The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
+of it for so long that asking again costs at most PROBE_BUDGET of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from omnilearn.control.allocate import allocate, step_time
+from omnilearn.control.curves import FORGET, Curves
+from omnilearn.control.policy import Report, State, as_plan, share
+from omnilearn.control.problem import Floats, Ints, Plan, Problem
+
+EFFECTIVE_NOISE = float(np.sqrt((1 - FORGET) / (1 + FORGET)))
+"""How much of a single measurement's noise is left in a fitted curve."""
+PROBE_BUDGET = 0.005
+EXCITE = 0.25
+"""How far batches are moved to tell α from β, as a fraction…"""
+LEARNING = 16
+"""… in so many first steps."""
+LONGEST_TRIAL = 8
+
+Workers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set of workers being tried, against the measured step time of the plan before."""
+
+    before: Plan
+    baseline: float
+    times: tuple[float, ...] = ()
+    rebalances: int = 2
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """A set of workers that was tried and was slower: when it may be tried again, and how often it failed."""
+
+    until: int
+    failures: int
+
+
+@dataclass(frozen=True)
+class OptimalState(State):
+    curves: Curves = field(default_factory=lambda: Curves.guess([1.0]))
+    reduce_cost: tuple[float | None, ...] = ()  # measured, by number of active workers
+    steps: int = 0
+    times: tuple[float, ...] = ()  # last measured step times of the current set of workers
+    excitements: int = 0
+    settled: int = 0  # reports since the plan last changed
+    trial: Trial | None = None
+    refuted: tuple[tuple[Workers, Refuted], ...] = ()
+    changed_at: int = 0  # step at which the set of workers last changed
+    price: float = 0.0  # what the last trial cost, in steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "curves": self.curves.state_dict(),
+            "reduce_cost": list(self.reduce_cost),
+        }
+
+
+@dataclass(frozen=True)
+class Optimal:
+    """See the module's docstring. ``gain`` is the least predicted saving for which batches are changed,
+    ``trial_steps`` how many measured steps decide a trial."""
+
+    gain: float = 0.02
+    trial_steps: int = 3
+    first: str = "static"
+
+    def start(self, problem: Problem) -> OptimalState:
+        low, _ = problem.units
+        weights = problem.speeds if self.first == "static" else np.ones(problem.workers)
+        if int(low.sum()) * problem.multiple_of <= problem.global_batch:
+            batches = share(problem, weights)
+        else:
+            batches = allocate(problem, np.zeros(problem.workers), 1 / weights)
+        return self._start(problem, as_plan(batches, "nominal speeds" if self.first == "static" else "uniform"))
+
+    def _start(self, problem: Problem, plan: Plan) -> OptimalState:
+        return OptimalState(
+            plan,
+            interval=2,
+            curves=Curves.guess(problem.speeds),
+            reduce_cost=(None, 0.0) + (None,) * (problem.workers - 1),
+        )
+
+    def restore(self, problem: Problem, saved: dict[str, Any]) -> OptimalState:
+        state = self._start(problem, Plan(tuple(saved["batches"]), saved["reason"]))
+        return replace(
+            state,
+            curves=Curves.from_state(saved["curves"]),
+            reduce_cost=tuple(saved["reduce_cost"]),
+            excitements=2,
+        )
+
+    def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
+        assert isinstance(state, OptimalState)
+        state = _absorb(state, report)
+        if any(state.curves.seen[k] == 0 for k in state.plan.active):
+            return replace(state, interval=2)
+        state = self._judge(problem, state) if state.trial else self._improve(problem, state)
+        return replace(state, interval=_interval(state))
+
+    def _improve(self, problem: Problem, state: OptimalState) -> OptimalState:
+        """Without a trial under way: rebalance, excite, or start a trial."""
+        curves, plan, cost = state.curves, state.plan, expected_cost(state.reduce_cost)
+        now = _time(plan.batches, curves, cost)
+        balanced = _over(problem, curves, plan.active)
+        then = _time(balanced, curves, cost)
+        rebalance = 1 - then / now > self._worth(curves, plan.active)
+        if problem.park and problem.workers > 1:
+            wanted = self._another_set(problem, state, cost, then if rebalance else now)
+            if wanted is not None:
+                batches, reason = wanted
+                measured = float(np.median(state.times)) if state.times else now
+                trial = Trial(before=plan, baseline=min(measured, then) if rebalance else measured)
+                after = replace(state, trial=trial, times=(), changed_at=state.steps)
+                return _follow(after, as_plan(batches, reason, _time(batches, curves, cost), now))
+        if rebalance:
+            return _follow(state, as_plan(balanced, "rebalance", then, now))
+        if (moved := self._excite(problem, state)) is not None:
+            return _follow(replace(state, excitements=state.excitements + 1), as_plan(moved, "learn the curves"))
+        return replace(state, settled=state.settled + 1)
+
+    def _worth(self, curves: Curves, active: Workers) -> float:
+        """The least predicted gain that is not just noise."""
+        return max(self.gain, 2 * EFFECTIVE_NOISE * float(np.max(curves.noise[list(active)])))
+
+    def _excite(self, problem: Problem, state: OptimalState) -> Ints | None:
+        """Batches moved a little, half of the workers up and half down, while the curves' fixed parts are unknown."""
+        active = np.asarray(state.plan.active)
+        if state.excitements >= 2 or len(active) < 2 or state.settled < 1 or state.steps > LEARNING:
+            return None
+        batches = np.asarray(state.plan.batches)
+        unknown = state.curves.alpha_uncertainty(batches)[active] > 0.25
+        if not unknown.any():
+            return None
+        factor = np.where((np.arange(len(active)) + state.excitements) % 2, 1 + EXCITE, 1 - EXCITE)
+        # The largest goes with the smaller half: what it gives or takes is what the others have to take or give.
+        moved = np.zeros(problem.workers, dtype=np.int64)
+        inside = _restricted(problem, tuple(active.tolist()))
+        moved[active] = share(inside, batches[active] * factor)
+        return None if np.array_equal(moved, batches) else moved
+
+    def _another_set(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
+        """A plan with other workers that is predicted to be faster, or that should be asked about again."""
+        curves, refused = state.curves, dict(state.refuted)
+        batches = allocate(problem, curves.alpha, curves.beta, cost)
+        candidates = [batches]
+        if state.plan.parked and state.steps - state.changed_at >= max(500, state.price / PROBE_BUDGET):
+            low, _ = problem.units
+            if int(low.sum()) * problem.multiple_of <= problem.global_batch:
+                everybody = tuple(range(problem.workers))
+                return _over(problem, curves, everybody), "ask the parked again"
+        # Where the best set was refuted: the best of those with one worker more or less.
+        active = set(state.plan.active)
+        if _active(batches) in refused and problem.workers <= 64:
+            for k in range(problem.workers):
+                others = tuple(sorted(active ^ {k}))
+                if others and _feasible(problem, others):
+                    candidates.append(_over(problem, curves, others))
+        for candidate in sorted(candidates, key=lambda b: _time(b, curves, cost)):
+            workers = _active(candidate)
+            fewer = set(workers) < active
+            # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
+            least = 0.02 if fewer else max(0.03, self._worth(curves, workers))
+            if workers == state.plan.active or 1 - _time(candidate, curves, cost) / now < least:
+                continue
+            if workers in refused and state.steps < refused[workers].until:
+                continue
+            return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
+        return None
+
+    def _judge(self, problem: Problem, state: OptimalState) -> OptimalState:
+        """During a trial: settle the batches, then let the measured step time decide."""
+        trial, curves, plan = state.trial, state.curves, state.plan
+        assert trial is not None
+        cost = expected_cost(state.reduce_cost)
+        count = len(state.times)
+        measured = float(np.median(state.times)) if count else 0.0
+        doubt = float(np.max(curves.noise[list(plan.active)])) / np.sqrt(max(count, 1))
+        unclear = abs(1 - measured / trial.baseline) < doubt
+        if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
+            balanced = _over(problem, curves, plan.active)
+            now, then = _time(plan.batches, curves, cost), _time(balanced, curves, cost)
+            if trial.rebalances and 1 - then / now > self._worth(curves, plan.active) and state.times:
+                trial = replace(trial, rebalances=trial.rebalances - 1)
+                return _follow(replace(state, trial=trial, times=()), as_plan(balanced, "rebalance", then, now))
+            return state
+        price = count * measured / trial.baseline
+        if measured < 0.99 * trial.baseline:
+            kept = replace(plan, reason=plan.reason.replace("try", "kept"))
+            return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
+        workers, refused = plan.active, dict(state.refuted)
+        failures = refused[workers].failures + 1 if workers in refused else 1
+        refused[workers] = Refuted(
+            until=state.steps + ceil(max(50, price / PROBE_BUDGET / 4) * 2 ** (failures - 1)),
+            failures=failures,
+        )
+        back = _over(problem, curves, trial.before.active)
+        after = replace(
+            state, trial=None, times=(), refuted=tuple(refused.items()), changed_at=state.steps, price=price
+        )
+        return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
+
+
+def expected_cost(measured: tuple[float | None, ...]) -> Floats:
+    """What reducing over n workers costs, for every n, from what was measured for some.
+
+    Between measured counts in a straight line; beyond the largest with the last slope; it never falls with n.
+    """
+    known = [(n, c) for n, c in enumerate(measured) if n and c is not None]
+    counts, costs = np.array([n for n, _ in known]), np.array([c for _, c in known])
+    every = np.arange(len(measured))
+    line = np.interp(every, counts, costs)
+    if len(known) > 1:
+        slope = (costs[-1] - costs[-2]) / (counts[-1] - counts[-2])
+        line = np.where(every > counts[-1], costs[-1] + slope * (every - counts[-1]), line)
+    line[0] = 0.0
+    return np.maximum.accumulate(np.maximum(line, 0.0))  # type: ignore[no-any-return]
+
+
+def _absorb(state: OptimalState, report: Report) -> OptimalState:
+    """Curves, reduction cost and step times with the report's measurements in them."""
+    curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
+    speeding = report.pulse != 1
+    if speeding.any():
+        curves = curves.scaled(1 / report.pulse)
+        # A reduction waits for its slowest member too: what was measured with slower members is too much now.
+        faster = float(report.pulse.max())
+        cost = [c if c is None or n <= len(state.plan.active) else c / max(faster, 1.0) for n, c in enumerate(cost)]
+    for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
+        curves = curves.observe(np.where(measured, batches, 0), busy)
+        n = int((batches > 0).sum())
+        if measured.sum() == n:
+            # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
+            # late now and then.
+            step = float((busy + wait)[measured].max())
+            together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
+            known = cost[n]
+            cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
+        if tuple(np.flatnonzero(batches).tolist()) == state.plan.active and measured.any():
+            times.append(float((busy + wait)[measured].max()))
+    return replace(
+        state,
+        curves=curves,
+        reduce_cost=tuple(cost),
+        times=tuple(times[-8:]),
+        steps=state.steps + len(report.batches),
+    )
+
+
+def _follow(state: OptimalState, plan: Plan) -> OptimalState:
+    return replace(state, plan=plan, settled=0)
+
+
+def _interval(state: OptimalState) -> int:
+    """Steps until the next report: every other step while things move, else about five a second, 4 to 32 steps."""
+    if state.trial or state.settled < 4 or np.any(state.curves.suspect[list(state.plan.active)] != 1):
+        return 2
+    return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))
+
+
+def _active(batches: Ints) -> Workers:
+    return tuple(np.flatnonzero(batches).tolist())
+
+
+def _time(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> float:
+    return step_time(batches, curves.alpha, curves.beta, cost)
+
+
+def _restricted(problem: Problem, workers: Workers) -> Problem:
+    """The same problem for these workers alone, all of them active."""
+    k = list(workers)
+    return Problem(
+        problem.global_batch,
+        problem.speeds[k],
+        problem.minimum[k],
+        problem.maximum[k],
+        problem.multiple_of,
+        park=False,
+    )
+
+
+def _feasible(problem: Problem, workers: Workers) -> bool:
+    low, high = problem.units
+    k, total = list(workers), problem.global_batch // problem.multiple_of
+    return int(low[k].sum()) <= total <= int(high[k].sum())
+
+
+def _over(problem: Problem, curves: Curves, workers: Workers) -> Ints:
+    """The best split over exactly these workers."""
+    k, batches = list(workers), np.zeros(problem.workers, dtype=np.int64)
+    batches[k] = allocate(_restricted(problem, workers), curves.alpha[k], curves.beta[k])
+    return batches
