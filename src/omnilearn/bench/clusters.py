@@ -111,7 +111,7 @@ def simulate(
     seed: int = 0,
     at: Callable[[int, Cluster], Cluster] = lambda replan, cluster: cluster,
 ) -> list[Replan]:
-    """Run ``policy`` on ``cluster`` with a report every ``steps`` steps; ``at`` may change the cluster before a re-plan."""
+    """Run ``policy`` on ``cluster`` with a report every ``steps`` steps; ``at`` may change it before a re-plan."""
     random, problem = np.random.default_rng(seed), cluster.problem
     state = policy.start(problem)
     history = []

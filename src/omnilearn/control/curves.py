@@ -66,7 +66,7 @@ class Curves:
         aa, ab, bb = self.info
         determinant = aa * bb - ab * ab
         variance = np.divide(bb, determinant, out=np.full_like(bb, np.inf), where=determinant > 0)
-        return self.noise * np.sqrt(variance) / np.maximum(self.times(batches), 1e-300)
+        return np.asarray(self.noise * np.sqrt(variance) / np.maximum(self.times(batches), 1e-300))
 
     def scaled(self, factor: npt.ArrayLike) -> Curves:
         """Every time multiplied by ``factor`` (per worker), with what was known of the line's shape kept."""
@@ -150,4 +150,5 @@ class Curves:
 
     @staticmethod
     def from_state(state: dict[str, Sequence[float]]) -> Curves:
-        return Curves(**{k: np.asarray(v, dtype=np.int64 if k == "seen" else np.float64) for k, v in state.items()})
+        arrays: dict[str, Any] = {k: np.asarray(v, np.int64 if k == "seen" else np.float64) for k, v in state.items()}
+        return Curves(**arrays)

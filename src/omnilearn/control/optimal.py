@@ -233,7 +233,7 @@ def expected_cost(measured: tuple[float | None, ...]) -> Floats:
         slope = (costs[-1] - costs[-2]) / (counts[-1] - counts[-2])
         line = np.where(every > counts[-1], costs[-1] + slope * (every - counts[-1]), line)
     line[0] = 0.0
-    return np.maximum.accumulate(np.maximum(line, 0.0))  # type: ignore[no-any-return]
+    return np.maximum.accumulate(np.maximum(line, 0.0))
 
 
 def _absorb(state: OptimalState, report: Report) -> OptimalState:

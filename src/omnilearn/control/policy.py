@@ -59,7 +59,7 @@ class Report:
         if bad.any():
             row, k = (int(i) for i in np.argwhere(bad)[0])
             raise InfeasibleError(
-                f"worker {k}: timings must be finite and positive, got busy={t[row, k]} and wait={w[row, k]} seconds for "
+                f"worker {k}: timings must be finite and positive, got busy={t[row, k]} and wait={w[row, k]} s for "
                 f"a batch of {b[row, k]}: leave it out with measured=False"
             )
         if not np.all(np.isfinite(p) & (p > 0)):

@@ -108,8 +108,8 @@ class Problem:
             )
         if self.park and int(low.min()) * m > B:
             raise InfeasibleError(
-                f"global_batch {B} is below every worker's minimum (smallest: {int(low.min()) * m}): raise global_batch or "
-                f"lower min_batch"
+                f"global_batch {B} is below every worker's minimum (smallest: {int(low.min()) * m}): raise global_batch "
+                f"or lower min_batch"
             )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnilearn.control.problem import Floats, Ints
+from omnilearn.errors import InfeasibleError
 
 
 def apportion(weights: Floats, total: int, minimum: Ints, maximum: Ints) -> Ints:
@@ -16,6 +17,8 @@ def apportion(weights: Floats, total: int, minimum: Ints, maximum: Ints) -> Ints
     [8, 8, 5, 43]
     """
     weights, minimum, maximum = np.asarray(weights, float), np.asarray(minimum), np.asarray(maximum)
+    if not minimum.sum() <= total <= maximum.sum():
+        raise InfeasibleError(f"{total} cannot be split within {minimum.tolist()[:8]} and {maximum.tolist()[:8]}")
     # The scale λ with Σ clip(λ·w, minimum, maximum) = total, by bisection: the sum grows with λ.
     positive = np.maximum(weights, weights.max() * 1e-12)
     low, high = 0.0, float((maximum / positive).max())
