@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from tests.gang import Gang
+
+_kept: set[int] = set()  # processes that outlive a test on purpose
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +22,7 @@ def no_leaks() -> Iterator[None]:
     before = {child.pid for child in me.children(recursive=True)}
     threads = set(threading.enumerate())
     yield
-    children = [child for child in me.children(recursive=True) if child.pid not in before]
+    children = [c for c in me.children(recursive=True) if c.pid not in before | _kept and not _is_helper(c)]
     _, alive = psutil.wait_procs(children, timeout=5)
     left = [f"{child.pid} {' '.join(child.cmdline())[:120]}" for child in alive if child.is_running()]
     for child in alive:
@@ -24,3 +30,27 @@ def no_leaks() -> Iterator[None]:
     assert not left, f"processes left behind: {left}"
     stray = [t.name for t in set(threading.enumerate()) - threads if not t.daemon and t.is_alive()]
     assert not stray, f"threads left behind: {stray}"
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Python's own resource tracker lives as long as the interpreter."""
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return True
+
+
+@pytest.fixture(scope="session")
+def _gang() -> Iterator[Gang]:
+    from tests.gang import Gang
+
+    gang = Gang()
+    yield gang
+    gang.close()
+
+
+@pytest.fixture
+def gang(_gang: Gang) -> Iterator[Gang]:
+    """Real processes that run a function together: ``gang.run(3, function, *args)``."""
+    yield _gang
+    _kept.update(process.pid for process, _ in _gang._members)

@@ -1,0 +1,5 @@
+"""How is a step done on torch.distributed? The synchronous engine, its loaders, checkpoints; ``OmniLearn`` in front."""
+
+from omnilearn.pytorch.omni import OmniLearn
+
+__all__ = ["OmniLearn"]

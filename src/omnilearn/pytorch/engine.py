@@ -1,0 +1,347 @@
+"""The synchronous engine: a step is done together, by whoever takes part, with exact gradients.
+
+The gradient of a step is ``Σ w_k·g_k / Σ w_k`` over the workers k that take part, g_k being the gradient of worker k's
+mean loss and w_k the samples (or the user's weight) really in its batch: what one machine would compute on the whole
+global batch. DistributedDataParallel averages over n workers, so each loss is scaled by ``w_k·n / Σ w_k`` before its
+backward pass; where the weights' sum is not known beforehand it is reduced alongside and divided out afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from omnilearn.control import Plan, Policy, Problem
+from omnilearn.data import Share
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.loader import Piece, TrainLoader
+from omnilearn.pytorch.membership import Membership, Workers
+from omnilearn.pytorch.model import OmniModel, fingerprint, gate
+from omnilearn.pytorch.planner import Planner
+from omnilearn.pytorch.world import World
+
+log = logging.getLogger("omnilearn")
+
+
+class NonFiniteError(OmniLearnError, ArithmeticError):
+    """The gradient of a step is not finite. Raised on all ranks alike."""
+
+
+class SyncEngine:
+    """Drives the loop from inside ``loader``, ``backward`` and ``optimizer.step``."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        problem: Problem,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        *,
+        nonfinite: str,
+        find_unused_parameters: bool | None,
+        on_plan: Callable[[Plan, int], None],
+    ) -> None:
+        self.world, self.rank = world, world.rank
+        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.clock = Clock(world.device)
+        self.planner = Planner(world, self.clock, policy, problem, on_plan)
+        world.agree("models", fingerprint(module))
+        self._broadcast()
+        self.membership = Membership(world, module, self._pack, self._unpack)
+        self.membership.find_unused = True if find_unused_parameters is None else find_unused_parameters
+        self._explore = find_unused_parameters is None
+        self._rewrap = False
+        self.model = OmniModel(module, self.membership)
+        self.nonfinite, self.skipped = nonfinite, 0
+        self.piece: Piece | None = None  # the micro-batch in the user's hands
+        self.loader: TrainLoader | None = None  # the training loop under way
+        self._backwards = 0  # of the current micro-batch
+        self._complete = False  # the gradient of the whole step is there
+        self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
+        self._own_weights = False
+        self._late: tuple[int, Any, Any] | None = None  # step, flag and event of a check still under way on the GPU
+        self._progress = _Progress()
+        gate(optimizer, "step", self._may_step, self._stepped)
+        gate(optimizer, "zero_grad", lambda: not self.accumulating)
+        if scheduler is not None:
+            gate(scheduler, "step", lambda: not self.accumulating)
+
+    # What the loader calls
+
+    def begin_epoch(self, loader: TrainLoader) -> None:
+        if self.loader is not None and self.loader is not loader:
+            raise UsageError("one training loader at a time: finish or break the loop over the other one first")
+        self.loader = loader
+        self.clock.restart()
+        loader.sampler.schedule(self.planner.plan.batches, loader.sampler.step)
+
+    def begin_step(self, loader: TrainLoader) -> bool:
+        idle = bool(self.membership.active) and not self.membership.takes_part
+        stop = self.planner.tick(loader.sampler, loader.horizon, idle)
+        if stop is None:
+            return True
+        position = loader.sampler.state_dict() | {"step": stop.step, "offset": stop.offset}
+        loader.sampler.load_state_dict(position)
+        self._end_loop()
+        self._share_with_parked()
+        return False
+
+    def enter(self, share: Share) -> None:
+        active = tuple(k for k, size in enumerate(share.sizes) if size)
+        if self.membership.enter(active):
+            self.clock.restart()
+        elif self._rewrap:
+            self.membership.wrap()
+        self._rewrap = False
+
+    def sit_out(self, loader: TrainLoader, share: Share) -> None:
+        self.planner.record(share.sizes, took_part=False)
+        loader.sampler.consumed(share)
+
+    def hand_out(self, loader: TrainLoader, piece: Piece) -> None:
+        self.piece, self._backwards = piece, 0
+        if piece.first:
+            self._complete, self._weight, self._own_weights = False, 0.0, False
+        if self.membership.wrapped is not None:
+            # What DDP's no_sync() does; it has to be in force during the forward pass already.
+            self.membership.wrapped.require_backward_grad_sync = piece.last
+        self.model.used()
+
+    def take_back(self, loader: TrainLoader, piece: Piece) -> None:
+        if not self._backwards:
+            raise UsageError(
+                f"omni.backward(loss) was not called for the last batch (step {piece.share.step}): every batch needs "
+                f"it exactly once, or the other workers wait for this one's gradient"
+            )
+        if piece.last:
+            self.planner.record(piece.share.sizes, took_part=True)
+            loader.sampler.consumed(piece.share)
+            self._progress.write(piece.share.step + 1)
+        self.piece = None
+
+    def end_epoch(self, loader: TrainLoader) -> None:
+        self._end_loop()
+        self._share_with_parked()
+
+    def leave(self, loader: TrainLoader) -> None:
+        """The user broke out of the loop, on all workers that took part."""
+        if self.piece is not None and self._complete:
+            self.planner.record(self.piece.share.sizes, took_part=True)
+            loader.sampler.consumed(self.piece.share)
+        self._end_loop()
+        if self.membership.active != self.membership.everybody and self.world.control is not None:
+            self.planner.leave(loader.sampler, loader.horizon)
+            self._share_with_parked()
+
+    def _end_loop(self) -> None:
+        self.piece = self.loader = None
+
+    # What the user calls
+
+    @property
+    def accumulating(self) -> bool:
+        """More micro-batches of the current step are to come."""
+        return self.piece is not None and not self.piece.last
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        piece = self.piece
+        if piece is None:
+            raise UsageError("backward() belongs inside the loop over omni.loader(…): there is no batch under way")
+        if self._backwards:
+            raise UsageError(
+                f"backward() was called twice for one batch (step {piece.share.step}): add the losses up and call it "
+                f"once; for gradient accumulation use OmniLearn(micro_batch=…)"
+            )
+        if loss.dim() and loss.numel() != 1:
+            raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
+        if not loss.requires_grad:
+            raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
+        if not self.model.used():
+            raise UsageError(
+                "the loss was not computed with the model that prepare() returned: use that one in the loop"
+            )
+        self._backwards += 1
+        self._loss = loss.detach()
+        if piece.first:
+            self._own_weights = weight is not None
+        elif self._own_weights != (weight is not None):
+            raise UsageError("backward() must get a weight for all micro-batches of a step or for none")
+        share, n = piece.share, self.membership.count
+        samples = piece.samples if weight is None else float(weight)
+        self._weight += samples
+        factor = samples * n / share.total
+        scaled = loss if factor == 1 else loss * factor
+        if not piece.last:
+            scaled.backward()
+            return
+        total = self._reduced_weight() if self._own_weights else None
+        watcher = self._watch_unused() if self._explore else None
+        self.clock.watch(scaled)
+        with self.world.naming_the_culprit("reducing gradients"):
+            scaled.backward()
+            if total is not None:
+                self._divide(total, share.total)
+        self.clock.reduced()
+        self._complete = True
+        if watcher is not None:
+            self._explored(watcher())
+
+    def _reduced_weight(self) -> tuple[torch.Tensor, Any]:
+        """The sum of all workers' weights, on its way while gradients are computed."""
+        total = torch.tensor(self._weight, dtype=torch.float64, device=self.world.device)
+        group = self.membership.group
+        return total, dist.all_reduce(total, group=group, async_op=True) if group is not None else None
+
+    def _divide(self, reduction: tuple[torch.Tensor, Any], assumed: int) -> None:
+        total, work = reduction
+        if work is not None:
+            work.wait()
+        factor = assumed / total
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for kind, same in by_type.items():
+            torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
+
+    # Unused parameters: looked for in the first step, looked after only where there are some
+
+    def _watch_unused(self) -> Callable[[], int]:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        used: set[int] = set()
+        hooks = [p.register_post_accumulate_grad_hook(lambda q: used.add(id(q))) for p in parameters]
+
+        def unused() -> int:
+            for hook in hooks:
+                hook.remove()
+            return sum(id(p) not in used for p in parameters)
+
+        return unused
+
+    def _explored(self, unused: int) -> None:
+        self._explore = False
+        group = self.membership.talk(self.membership.active)
+        if not any(self.world.gather(unused, group) if group is not None else [unused]):
+            self.membership.find_unused = False
+            self._rewrap = True
+
+    # The optimizer's gate
+
+    def _may_step(self) -> bool:
+        if self.accumulating:
+            return False
+        if self.piece is not None and not self._backwards:
+            raise UsageError(f"optimizer.step() before omni.backward(loss) in step {self.piece.share.step}")
+        return self._finite()
+
+    def _stepped(self) -> None:
+        if self.piece is not None and self.loader is not None:
+            self.loader.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
+
+    def _finite(self) -> bool:
+        """Whether the reduced gradient is finite: the same on all ranks, so is what follows."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not gradients or self.piece is None:
+            return True
+        norms = torch._foreach_norm(gradients, float("inf"))
+        finite = torch.isfinite(torch.stack([norm.to(torch.float64) for norm in norms])).all()
+        step = self.piece.share.step
+        if finite.is_cuda and self.nonfinite == "raise":
+            # Read one step later, so that the stream is not synchronised.
+            late, self._late = self._late, (step, finite.to("cpu", non_blocking=True), torch.cuda.Event())
+            self._late[2].record()
+            if late is None:
+                return True
+            step, finite, event = late
+            event.synchronize()
+        if bool(finite):
+            return True
+        group = self.membership.talk(self.membership.active)
+        losses = self.world.gather(float(self._loss), group) if group is not None else [float(self._loss)]
+        told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.membership.active, losses, strict=True))
+        if self.nonfinite == "raise":
+            raise NonFiniteError(
+                f"the gradient of step {step} is not finite (losses: {told}): lower the learning rate, clip gradients, "
+                f"or leave such steps out with OmniLearn(nonfinite='skip')"
+            )
+        self.skipped += 1
+        log.warning("step %d left out: its gradient is not finite (losses: %s)", step, told)
+        return False
+
+    # State
+
+    def participants(self) -> Workers:
+        """Who runs the user's code now: those who take part in the step under way, outside of the loop everybody."""
+        return self.membership.active if self.loader is not None else self.membership.everybody
+
+    def _pack(self, whole: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.module.state_dict()}
+        if whole:
+            state["optimizer"] = self.optimizer.state_dict()
+            state["unused"] = (self._explore, self.membership.find_unused)
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def _unpack(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["model"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._explore, self.membership.find_unused = state["unused"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def _broadcast(self) -> None:
+        """Start with rank 0's parameters and buffers on all ranks."""
+        if self.world.control is None:
+            return
+        with self.world.naming_the_culprit("sending the first parameters"):
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            works = [dist.broadcast(t.data, 0, group=self.world.control, async_op=True) for t in tensors]
+            for work in works:
+                work.wait()
+
+    def share_buffers(self) -> None:
+        """Buffers (BatchNorm's running statistics) averaged over those who took part, so that all have the same."""
+        workers, buffers = self.membership.active, [b for b in self.module.buffers() if b.numel()]
+        if len(workers) < 2 or not buffers or not self.membership.takes_part:
+            return
+        group = self.membership.talk(workers)
+        with self.world.naming_the_culprit("averaging buffers"):
+            for buffer in buffers:
+                value = buffer.detach().to("cpu", torch.float64)
+                dist.all_reduce(value, group=group)
+                buffer.copy_((value / len(workers)).to(buffer.dtype))
+
+    def _share_with_parked(self) -> None:
+        """At the end of a loop all ranks have the same model, the parked too."""
+        self.share_buffers()
+        active = self.membership.active
+        parked = [rank for rank in self.membership.everybody if rank not in active]
+        if active and parked:
+            self.membership.hand_over(active[0], parked, whole=False)
+
+
+class _Progress:
+    """The step count, where a launcher asked for it (emulated clusters change at given steps)."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("OMNILEARN_PROGRESS")
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path else None
+        except OSError as error:
+            raise InfeasibleError(f"cannot write OMNILEARN_PROGRESS={path}: {error}") from error
+
+    def write(self, step: int) -> None:
+        if self._file is not None:
+            os.pwrite(self._file, struct.pack("<q", step), 0)

@@ -1,0 +1,89 @@
+"""Evaluation: each sample once, split by speed over the workers that evaluate. Nobody waits for anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from omnilearn.control import apportion
+from omnilearn.errors import InfeasibleError
+from omnilearn.pytorch.loader import to_device
+
+if TYPE_CHECKING:
+    from omnilearn.pytorch.engine import SyncEngine
+
+
+class EvalLoader:
+    """This worker's part of a dataset, in order. Split anew for each iteration, by what is known of the speeds then."""
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        dataset: Any,
+        device: torch.device,
+        global_batch: int,
+        *,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise InfeasibleError(f"{type(dataset).__name__} has no length: evaluation needs a map-style dataset")
+        for name in ("drop_last", "shuffle", "sampler", "batch_sampler"):
+            options.pop(name, None)
+        self._engine, self._dataset, self._device = engine, dataset, device
+        self._batch_size = batch_size or max(1, global_batch // len(engine.membership.everybody))
+        options.setdefault("pin_memory", device.type == "cuda")
+        self._feed = _Feed(self)
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._feed, **options)
+
+    def part(self) -> range:
+        """The samples of this worker."""
+        workers = self._engine.participants()
+        rank = self._engine.rank
+        if rank not in workers:
+            return range(0)
+        planner = self._engine.planner
+        speeds = throughput(planner.state, planner.problem.speeds, self._batch_size)[list(workers)]
+        size, count = len(self._dataset), len(workers)
+        least = 1 if size >= count else 0
+        parts = apportion(speeds, size, np.full(count, least), np.full(count, size))
+        start = int(parts[: workers.index(rank)].sum())
+        return range(start, start + int(parts[workers.index(rank)]))
+
+    def __len__(self) -> int:
+        return len(self._feed)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._engine.share_buffers()
+        for batch in self._loader:
+            yield to_device(batch, self._device)
+        self._engine.clock.restart()
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+
+class _Feed:
+    def __init__(self, loader: EvalLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        part, size = self._loader.part(), self._loader.batch_size
+        for start in range(part.start, part.stop, size):
+            yield list(range(start, min(start + size, part.stop)))
+
+    def __len__(self) -> int:
+        return -(-len(self._loader.part()) // self._loader.batch_size)
+
+
+def throughput(state: Any, nominal: Any, batch: int) -> Any:
+    """Samples per second of every worker at this batch, as far as measured; else the nominal speeds."""
+    curves = getattr(state, "curves", None)
+    if curves is None or (curves.seen == 0).any():
+        return np.asarray(nominal, dtype=np.float64)
+    return batch / curves.times(np.full(len(curves.alpha), batch))

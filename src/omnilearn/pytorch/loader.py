@@ -1,0 +1,302 @@
+"""Batches for the user's loop: this worker's share of each global batch, on its device.
+
+The sampler says which samples; torch's own DataLoader fetches, collates, pins and prefetches them. One index list per
+micro-batch goes into it, an empty one for a step this worker sits out, so that all ranks stay in step and a new plan
+rebuilds nothing. What happens between two batches is left to the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from omnilearn.data import Sampler, Share
+from omnilearn.data.cut import Cut
+from omnilearn.errors import InfeasibleError, UsageError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of a share. A share that is not cut has one; an empty share has one with no samples."""
+
+    share: Share
+    samples: int
+    first: bool
+    last: bool
+
+
+class Engine(Protocol):
+    """What a training loader needs of the engine that drives it."""
+
+    rank: int
+
+    def begin_epoch(self, loader: TrainLoader) -> None: ...
+    def begin_step(self, loader: TrainLoader) -> bool: ...
+    def enter(self, share: Share) -> None: ...
+    def sit_out(self, loader: TrainLoader, share: Share) -> None: ...
+    def hand_out(self, loader: TrainLoader, piece: Piece) -> None: ...
+    def take_back(self, loader: TrainLoader, piece: Piece) -> None: ...
+    def end_epoch(self, loader: TrainLoader) -> None: ...
+    def leave(self, loader: TrainLoader) -> None: ...
+
+
+class TrainLoader:
+    """Iterate it once per epoch. ``len`` is the number of steps of an epoch, the same on all ranks."""
+
+    def __init__(
+        self, engine: Engine, sampler: Sampler, micro_batch: int | None, device: torch.device, **options: Any
+    ) -> None:
+        self._engine, self.sampler, self._device = engine, sampler, device
+        self.micro_batch = micro_batch
+        self._pieces: deque[Piece] = deque()
+        self._fresh = True  # nothing of the current epoch was handed out yet, or it was restored
+        self.dataloader = _data_loader(_Feed(self), options)
+        workers = self.dataloader.num_workers
+        self.prefetch = workers * (self.dataloader.prefetch_factor or 0) if workers else 0
+        self.horizon = self.prefetch  # the engine raises it to the deepest of all ranks
+
+    def __len__(self) -> int:
+        return self.sampler.steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is (or the current one continues)."""
+        return self.sampler.epoch if self._fresh else self.sampler.epoch + 1
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue at a saved position with the next iteration."""
+        self.sampler.load_state_dict(state)
+        self._fresh = True
+        if self.sampler.remaining_steps == 0:
+            self.sampler.next_epoch()
+
+    def pull(self) -> Iterator[list[int]]:
+        """Index lists for the DataLoader, which asks for them ahead of time."""
+        for share in self.sampler.shares(self._engine.rank):
+            indices = share.indices.tolist()
+            size = min(self.micro_batch or len(indices), len(indices)) or 1
+            starts = range(0, max(len(indices), 1), size)
+            for start in starts:
+                part = indices[start : start + size]
+                self._pieces.append(Piece(share, len(part), start == 0, start == starts[-1]))
+                yield part
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._fresh:
+            self.sampler.next_epoch()
+        self._fresh = False
+        self._engine.begin_epoch(self)
+        self._pieces.clear()
+        batches = iter(self.dataloader)
+        finished = False
+        try:
+            while self._engine.begin_step(self):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    finished = True
+                    break
+                piece = self._pieces.popleft()
+                self._engine.enter(piece.share)
+                if not piece.samples:
+                    self._engine.sit_out(self, piece.share)
+                    continue
+                while True:
+                    self._engine.hand_out(self, piece)
+                    yield to_device(batch, self._device)
+                    self._engine.take_back(self, piece)
+                    if piece.last:
+                        break
+                    batch = next(batches)
+                    piece = self._pieces.popleft()
+            else:
+                return  # the others have left
+        except GeneratorExit:
+            self._engine.leave(self)
+            raise
+        if finished:
+            self._engine.end_epoch(self)
+
+
+class _Feed:
+    """The DataLoader's batch sampler: asks the loader for index lists."""
+
+    def __init__(self, loader: TrainLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.pull()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class Collate:
+    """The user's collate function; no samples make no batch."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self.function = function
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.function(samples) if samples else None
+
+
+class _Batched:
+    """A dataset that fetches whole batches by itself, asked for none of them politely."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.dataset.__getitems__(indices) if indices else []
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _data_loader(feed: Any, options: dict[str, Any]) -> DataLoader[Any]:
+    dataset = options.pop("dataset")
+    collate = options.pop("collate_fn", None) or default_collate
+    if hasattr(dataset, "__getitems__"):
+        dataset = _Batched(dataset)
+    return DataLoader(dataset, batch_sampler=feed, collate_fn=Collate(collate), **options)
+
+
+class StreamLoader(TrainLoader):
+    """Batches from an IterableDataset: every rank reads the stream and keeps its share of each global batch.
+
+    Exactly once, provided that the stream is the same on all ranks and read by one process: the dataset must not
+    shard itself by rank or by DataLoader worker, and num_workers may be 0 or 1.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batches: tuple[int, ...],
+        minimum: int,
+        micro_batch: int | None,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        if options.get("num_workers", 0) > 1:
+            raise InfeasibleError(
+                f"an IterableDataset with num_workers={options['num_workers']} cannot be read exactly once: several "
+                f"processes would each read the whole stream: use num_workers=0 or 1, or a map-style dataset"
+            )
+        self._collate = options.pop("collate_fn", None) or default_collate
+        self._minimum = minimum
+        self._stream: DataLoader[Any] = DataLoader(
+            options.pop("dataset"), batch_size=None, collate_fn=_as_is, **options
+        )
+        # The sampler only keeps the position and the plans; the stream has no known size.
+        self._engine, self._device, self.micro_batch = engine, device, micro_batch
+        self.sampler = Sampler(2**62, batches, minimum=minimum, shuffle=False)
+        self._pieces, self._fresh = deque(), True
+        self.prefetch = self.horizon = 0
+
+    def __len__(self) -> int:
+        raise TypeError("an IterableDataset has no length")
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.sampler.load_state_dict(state)
+        self._fresh = True
+
+    @property
+    def dataloader(self) -> Any:
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        samples = iter(self._stream)
+        for _ in range(self.sampler.offset):
+            next(samples, None)
+        step, offset = self.sampler.step, self.sampler.offset
+        while True:
+            batches = self.sampler.batches_at(step)
+            taken = [sample for sample, _ in zip(samples, range(sum(batches)), strict=False)]
+            if not taken:
+                return
+            sizes = Cut(batches, self._minimum).sizes(len(taken))
+            rank = self._engine.rank
+            start = sum(sizes[:rank])
+            mine = taken[start : start + sizes[rank]]
+            share = Share(step, self.sampler.epoch, offset, tuple(sizes), np.empty(0, dtype=np.int64))
+            size = min(self.micro_batch or len(mine), len(mine)) or 1
+            starts = range(0, max(len(mine), 1), size)
+            for first in starts:
+                part = mine[first : first + size]
+                self._pieces.append(Piece(share, len(part), first == 0, first == starts[-1]))
+                yield self._collate(part) if part else None
+            step, offset = step + 1, share.end
+
+
+def _as_is(sample: Any) -> Any:
+    return sample
+
+
+def take_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
+    """The dataset and options of an existing DataLoader, as Accelerate takes them over."""
+    sampler = loader.sampler
+    known = isinstance(loader.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler)
+    custom_batches = (
+        loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+    )
+    replacement = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None) is not None
+    if not known or custom_batches or replacement:
+        odd = loader.batch_sampler if custom_batches else sampler
+        raise InfeasibleError(
+            f"the DataLoader's {type(odd).__name__} cannot be kept: OmniLearn draws every sample exactly once per "
+            f"epoch and cuts batches by itself: pass the dataset with shuffle=True or False instead"
+        )
+    options: dict[str, Any] = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
+        "shuffle": isinstance(sampler, RandomSampler),
+        "drop_last": bool(loader.drop_last),
+    }
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+    return loader.dataset, options
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on ``device``; tuples, lists and mappings are kept as they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if device.type == "cpu" or isinstance(batch, (str, bytes)):
+        return batch
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        try:
+            return type(batch)(moved)  # type: ignore[call-arg]
+        except TypeError:
+            return moved
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse DataLoader keywords that contradict what OmniLearn does."""
+    for name, why in {
+        "batch_size": "the batch of each worker is found: give OmniLearn(global_batch=…)",
+        "sampler": "every sample is drawn exactly once per epoch: use shuffle=True or False",
+        "batch_sampler": "batches are cut by OmniLearn: use shuffle=True or False",
+    }.items():
+        if options.get(name) is not None:
+            raise UsageError(f"loader() takes no {name}: {why}")

@@ -1,0 +1,132 @@
+"""Who takes part in a step. The one seam: nothing else in the engine knows about groups.
+
+Every rank walks through the same steps and calls ``enter`` with the set of workers of each; where the set changes, the
+members form a group (kept for the next time), those who come back receive the state of one who was there, and the
+model is wrapped anew for its group. A set of one worker reduces nothing and has no group.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from omnilearn.pytorch.world import World
+
+CHUNK = 4 * 2**20
+"""Bytes per message: with larger ones, a peer that dies in the middle is noticed late."""
+
+Workers = tuple[int, ...]
+
+
+class Membership:
+    """The current set of workers, its group, and the model wrapped for it."""
+
+    def __init__(
+        self, world: World, module: nn.Module, pack: Callable[[bool], Any], unpack: Callable[[Any], None]
+    ) -> None:
+        self._world, self._module = world, module
+        self._pack, self._unpack = pack, unpack
+        self._groups: dict[tuple[Workers, str], Any] = {}
+        self.everybody: Workers = tuple(range(world.size))
+        self.active: Workers = ()
+        self.group: Any = None
+        self.wrapped: DistributedDataParallel | None = None
+        self.find_unused = True
+
+    @property
+    def count(self) -> int:
+        return len(self.active)
+
+    @property
+    def takes_part(self) -> bool:
+        return self._world.rank in self.active
+
+    def enter(self, active: Workers) -> bool:
+        """Make ``active`` the set of workers; True if it changed. Called by all ranks at the same step."""
+        if active == self.active:
+            return False
+        before, self.active = self.active, active
+        self.wrapped = None
+        joining = [rank for rank in active if rank not in before] if before else []
+        if joining:
+            self.hand_over(before[0], joining)
+        if self.takes_part:
+            self.group = self._group(active, self._world.backend)
+            self.wrap()
+        return True
+
+    def wrap(self) -> None:
+        """Wrap the model for the current group (again)."""
+        self.wrapped = None  # the old one lets go of the parameters' hooks first
+        for layer in self._module.modules():
+            if isinstance(layer, nn.SyncBatchNorm):
+                layer.process_group = self.group
+        if self.count > 1 and any(p.requires_grad for p in self._module.parameters()):
+            device = self._world.device
+            self.wrapped = DistributedDataParallel(
+                self._module,
+                process_group=self.group,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                init_sync=False,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self.find_unused,
+            )
+
+    def talk(self, workers: Workers) -> Any:
+        """A gloo group of these workers, for values on the CPU (None: one worker needs none)."""
+        return self._world.control if workers == self.everybody else self._group(workers, "gloo", "talk")
+
+    def _group(self, workers: Workers, backend: str, purpose: str = "reduce") -> Any:
+        """The group of these workers; reductions and talk have their own, so as not to wait for each other."""
+        if len(workers) < 2:
+            return None
+        key = (workers, purpose)
+        if key not in self._groups:
+            with self._world.naming_the_culprit("forming a group of workers"):
+                self._groups[key] = dist.new_group(
+                    list(workers), backend=backend, timeout=self._world.timeout, use_local_synchronization=True
+                )
+        return self._groups[key]
+
+    def hand_over(self, source: int, targets: Sequence[int], whole: bool = True) -> None:
+        """Send the training state (or the model alone) from ``source`` to ``targets``. Other ranks do nothing."""
+        me = self._world.rank
+        if me == source and targets:
+            blob = encode(self._pack(whole))
+            for target in targets:
+                self._send(blob, target)
+        elif me in targets:
+            self._unpack(decode(self._receive(source)))
+
+    def _send(self, blob: torch.Tensor, target: int) -> None:
+        with self._world.naming_the_culprit(f"sending the training state to rank {target}"):
+            dist.send(torch.tensor([len(blob)]), target, group=self._world.control)
+            for chunk in blob.split(CHUNK):
+                dist.send(chunk, target, group=self._world.control)
+
+    def _receive(self, source: int) -> torch.Tensor:
+        with self._world.naming_the_culprit(f"receiving the training state from rank {source}"):
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, source, group=self._world.control)
+            blob = torch.empty(int(length), dtype=torch.uint8)
+            for chunk in blob.split(CHUNK):
+                dist.recv(chunk, source, group=self._world.control)
+        return blob
+
+
+def encode(state: Any) -> torch.Tensor:
+    """A state of tensors and plain values as bytes."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def decode(blob: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(blob.numpy().tobytes()), map_location="cpu", weights_only=True)

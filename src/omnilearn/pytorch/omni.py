@@ -1,0 +1,433 @@
+"""``OmniLearn``: the object the user's script talks to. Resolves options; the engine does the work."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from omnilearn import control
+from omnilearn.cluster import resources
+from omnilearn.control import Plan, Policy, Problem
+from omnilearn.data import Sampler
+from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch.engine import SyncEngine
+from omnilearn.pytorch.evaluate import EvalLoader
+from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
+from omnilearn.pytorch.membership import decode, encode
+from omnilearn.pytorch.model import smallest_batch
+from omnilearn.pytorch.world import World
+
+log = logging.getLogger("omnilearn")
+
+
+class OmniLearn:
+    """Data-parallel training in which each worker's share of the global batch follows its speed.
+
+    ::
+
+        omni = OmniLearn(global_batch=512)
+        model, optimizer = omni.prepare(model, optimizer)
+        for x, y in omni.loader(train_set, shuffle=True):
+            loss = F.cross_entropy(model(x), y)
+            omni.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
+    ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
+    ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
+    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
+    ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
+    ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
+    """
+
+    def __init__(
+        self,
+        global_batch: int,
+        *,
+        mode: str = "sync",
+        policy: str | Policy = "optimal",
+        min_batch: int | None = None,
+        max_batch: int | None = None,
+        multiple_of: int = 1,
+        park: bool = True,
+        micro_batch: int | None = None,
+        nonfinite: str = "raise",
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        timeout: float = 1800.0,
+    ) -> None:
+        if mode != "sync":
+            raise InfeasibleError(f"mode {mode!r} is not available: this version has mode='sync'")
+        if nonfinite not in ("raise", "skip"):
+            raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
+        if not isinstance(global_batch, int) or global_batch < 1:
+            raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
+        for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
+            if value is not None and value < 1:
+                raise InfeasibleError(f"{name} must be at least 1, got {value}")
+        self.global_batch, self.seed = global_batch, seed
+        self._policy = control.policy(policy)
+        self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
+        self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
+        self._world = World(device, timedelta(seconds=timeout))
+        self._world.agree_versions()
+        options = {
+            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
+            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
+        }  # fmt: skip
+        self._world.agree("OmniLearn's options", options)
+        self._engine: SyncEngine | None = None
+        self._loaders: list[TrainLoader] = []
+        self._restored: dict[str, Any] | None = None
+        self._listeners: list[Callable[[Plan, int], None]] = []
+
+    # Readable state
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that should print and write."""
+        return self._world.is_main
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
+
+    @property
+    def plan(self) -> Plan:
+        """The plan last decided: every worker's batch, who is parked, why."""
+        return self._prepared("plan").planner.plan
+
+    @property
+    def batch(self) -> int:
+        """This worker's batch in the plan (0: parked)."""
+        return self.plan.batches[self.rank]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way or comes next; after ``load`` the one to continue with."""
+        if self._loaders:
+            loader = self._loaders[-1]
+            return loader.sampler.epoch if loader is self._prepared("epoch").loader else loader.epoch
+        return self._restored["sampler"]["epoch"] if self._restored else 0
+
+    @property
+    def accumulating(self) -> bool:
+        """True while more micro-batches of the current step are to come (Accelerate: ``not sync_gradients``)."""
+        return self._engine is not None and self._engine.accumulating
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because their gradient was not finite."""
+        return self._prepared("skipped").skipped
+
+    def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
+        """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
+        self._listeners.append(listener)
+
+    # Setting up
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        find_unused_parameters: bool | None = None,
+    ) -> Any:
+        """The model and optimizer (and scheduler) to use in the loop. Call it once, on all ranks.
+
+        The model goes to this worker's device and starts with rank 0's weights everywhere. The optimizer and scheduler
+        are the same objects. Parameters without a gradient are found in the first step; pass
+        ``find_unused_parameters=True`` if which ones are used changes from step to step.
+        """
+        if self._engine is not None:
+            raise UsageError("prepare() was called before: one OmniLearn object trains one model")
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"prepare(model, optimizer[, scheduler]) got {type(model).__name__} and {type(optimizer).__name__}"
+            )
+        model.to(self.device)
+        self._check_optimizer(model, optimizer)
+        minimum = self._min_batch or smallest_batch(model)
+        problem = Problem.of(
+            self.global_batch,
+            speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
+            minimum=max(minimum, self._multiple_of),
+            maximum=self._max_batch,
+            multiple_of=self._multiple_of,
+            park=self._park,
+        )
+        self._engine = SyncEngine(
+            self._world,
+            self._policy,
+            problem,
+            model,
+            optimizer,
+            scheduler,
+            nonfinite=self._nonfinite,
+            find_unused_parameters=find_unused_parameters,
+            on_plan=self._announce,
+        )
+        prepared = self._engine.model
+        return (prepared, optimizer) if scheduler is None else (prepared, optimizer, scheduler)
+
+    def _check_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(p) for p in model.parameters()}
+        strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise UsageError(
+                f"the optimizer holds {strangers} parameters that are not the model's: build it from the parameters of "
+                f"the model given to prepare()"
+            )
+
+    def _announce(self, plan: Plan, step: int) -> None:
+        if self.is_main:
+            log.info("step %d: batches %s (%s)", step, plan.batches, plan.reason)
+        for listener in self._listeners:
+            listener(plan, step)
+
+    def _prepared(self, what: str) -> SyncEngine:
+        if self._engine is None:
+            raise UsageError(
+                f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"
+            )
+        return self._engine
+
+    def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
+        """Batches of ``data`` for this worker: a dataset, with DataLoader's keywords, or a DataLoader to take over.
+
+        Training: each global batch is cut by the plan in force. ``train=False``: the samples are split by speed over
+        those who evaluate, each one once; ``batch_size`` may be given.
+        """
+        engine = self._prepared("loader()")
+        if isinstance(data, DataLoader):
+            inherited_batch = data.batch_size
+            data, inherited = take_over(data)
+            options = {**inherited, **options}
+            if not train:
+                options.setdefault("batch_size", inherited_batch)
+            shuffle = options.pop("shuffle") if shuffle is None else shuffle
+            options.pop("shuffle", None)
+        if not train:
+            return EvalLoader(engine, data, self.device, self.global_batch, **options)
+        check_options(options)
+        minimum = int(engine.planner.problem.minimum[0])
+        batches = engine.planner.plan.batches
+        loader: TrainLoader
+        if isinstance(data, IterableDataset):
+            loader = StreamLoader(engine, batches, minimum, self._micro_batch, self.device, dataset=data, **options)
+        else:
+            size = self._size(data)
+            drop_last = options.pop("drop_last", False)
+            sampler = Sampler(
+                size, batches, minimum=minimum, shuffle=bool(shuffle), seed=self.seed, drop_last=drop_last
+            )
+            options.setdefault("pin_memory", self.device.type == "cuda")
+            # Its own generator: a DataLoader draws a seed for its workers, and resuming must not shift torch's.
+            options.setdefault("generator", torch.Generator().manual_seed(self.seed + self.rank))
+            loader = TrainLoader(engine, sampler, self._micro_batch, self.device, dataset=data, **options)
+        loader.horizon = max(self._world.gather(loader.prefetch))
+        self._loaders.append(loader)
+        if self._restored is not None:
+            loader.restore(self._restored["sampler"])
+            self._restored = None
+        return loader
+
+    def _size(self, data: Any) -> int:
+        try:
+            size = len(data)
+        except TypeError as error:
+            raise UsageError(
+                f"{type(data).__name__} has no length: give a map-style dataset or an IterableDataset"
+            ) from error
+        self._world.agree("datasets", {"number of samples": size})
+        return size
+
+    # The loop
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Backward pass and reduction. ``loss`` is the mean over this worker's batch.
+
+        ``weight``: what the mean is over, where that is not samples: the number of tokens, say. The gradient is then
+        the mean over all workers' tokens.
+        """
+        self._prepared("backward()").backward(loss, weight)
+
+    def step(
+        self, compute_loss: Callable[[Any], torch.Tensor], batch: Any, *, weight: float | None = None
+    ) -> torch.Tensor:
+        """Forward, backward, reduction, optimizer step and zeroing in one. Returns this worker's loss, detached."""
+        engine = self._prepared("step()")
+        loss = compute_loss(batch)
+        engine.backward(loss, weight)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        return loss.detach()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+        """torch's clip_grad_norm_ on the whole step's gradient; does nothing while micro-batches are outstanding.
+
+        With a GradScaler, unscale first, as in plain PyTorch.
+        """
+        engine = self._prepared("clip_grad_norm_()")
+        if engine.accumulating:
+            return None
+        return nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm, norm_type)
+
+    def mean(self, value: Any, weight: float | None = None) -> Any:
+        """The mean of ``value`` over the workers, weighted; the same on all of them.
+
+        ``weight`` is by default the size of the batch under way inside the training loop, and 1 outside of it. A value
+        with weight 0 does not count, whatever it is. Inside the training loop it is over the workers that take part in
+        the step, outside over all. Numbers and one-element tensors give a float.
+        """
+        engine = self._prepared("mean()")
+        if weight is None:
+            weight = float(engine.piece.samples) if engine.piece is not None else 1.0
+        tensor = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        total = torch.cat(
+            [(tensor * weight if weight else torch.zeros_like(tensor)).reshape(-1), torch.tensor([float(weight)])]
+        )
+        group = engine.membership.talk(engine.participants())
+        if group is not None:
+            with self._world.naming_the_culprit("averaging a value"):
+                dist.all_reduce(total, group=group)
+        if total[-1] == 0:
+            raise UsageError("mean() over workers whose weights are all 0")
+        result = total[:-1] / total[-1]
+        return result.item() if tensor.numel() == 1 else result.reshape(tensor.shape)
+
+    # Checkpoints
+
+    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+        """Write a checkpoint: model, optimizer, scheduler, data position, controller, random numbers, and ``extra``.
+
+        Call it on all ranks: between epochs rank 0 writes, inside the loop the first rank that takes part (use storage
+        that all machines see where parking may happen). A crash while saving never harms the checkpoint before it.
+        """
+        engine = self._prepared("save()")
+        if engine.accumulating or (engine.piece is not None and engine._backwards and not engine._complete):
+            raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
+        engine.share_buffers()
+        workers = engine.participants()
+        group = engine.membership.talk(workers)
+        states = self._world.gather(checkpoint.random_state(self.device), group) if group is not None else [
+            checkpoint.random_state(self.device)
+        ]  # fmt: skip
+        if self.rank == workers[0]:
+            state = {
+                **engine._pack(whole=True),
+                "sampler": self._loaders[-1].sampler.state_dict() if self._loaders else None,
+                "policy": {
+                    "workers": self.world_size,
+                    "kind": type(self._policy).__name__,
+                    **engine.planner.state.state_dict(),
+                },
+                "random": {int(rank): state for rank, state in zip(workers, states, strict=True)},
+                "global_batch": self.global_batch,
+                "extra": extra,
+            }
+            error = None
+            try:
+                checkpoint.write(folder, state)
+            except OSError as failure:
+                error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
+        else:
+            error = None
+        errors = self._world.gather(error, group) if group is not None else [error]
+        for message in filter(None, errors):
+            raise UsageError(message)
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Continue from a checkpoint; call it on all ranks after ``prepare``. Returns what ``save`` got as extra.
+
+        Rank 0 reads the file and sends it to the others. On the same number of workers the run goes on bit for bit
+        (with a policy whose plans do not depend on timings); on another number it goes on with the next samples.
+        """
+        engine = self._prepared("load()")
+        if engine.loader is not None:
+            raise UsageError("load() inside the training loop: call it before")
+        state = self._receive(folder)
+        try:
+            engine._unpack(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
+        saved = state["policy"]
+        position = state["sampler"]
+        if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
+            restored = self._policy.restore(engine.planner.problem, saved)
+            engine.planner.reset(restored, position["step"] if position else 0)
+        elif position:
+            engine.planner.reset(engine.planner.state, position["step"])
+        if position:
+            if self._loaders:
+                self._loaders[-1].restore(position)
+            else:
+                self._restored = state
+        if self.rank in state["random"]:
+            checkpoint.restore_random_state(state["random"][self.rank], self.device)
+        return dict(state["extra"])
+
+    def _receive(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """The checkpoint that rank 0 reads, on all ranks; its error, on all ranks."""
+        if self._world.control is None:
+            return checkpoint.read(folder)
+        outcome: list[Any] = [None, 0]
+        blob = torch.empty(0, dtype=torch.uint8)
+        if self.is_main:
+            try:
+                blob = encode(checkpoint.read(folder))
+                outcome[1] = len(blob)
+            except UsageError as error:
+                outcome[0] = str(error)
+        with self._world.naming_the_culprit("receiving a checkpoint"):
+            dist.broadcast_object_list(outcome, src=0, group=self._world.control)
+            if outcome[0]:
+                raise UsageError(outcome[0])
+            if not self.is_main:
+                blob = torch.empty(outcome[1], dtype=torch.uint8)
+            dist.broadcast(blob, 0, group=self._world.control)
+        state: dict[str, Any] = decode(blob)
+        return state
+
+    # The end
+
+    def close(self) -> None:
+        """Leave the group of workers. Also done at the end of a ``with`` block."""
+        if self._engine is not None:
+            self._engine.planner.drain()
+        self._world.close()
+
+    def __enter__(self) -> OmniLearn:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._world.report_failure(error)
+        else:
+            self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("iterate over omni.loader(dataset), not over the OmniLearn object")

@@ -1,0 +1,188 @@
+"""Carries timings to the policy and plans to the sampler, at the same steps on every rank.
+
+Every few steps all ranks exchange what they measured, in one small asynchronous all-gather; one step later each runs
+the same pure policy on the same report. A new plan takes effect as many steps ahead as the deepest prefetch of any rank,
+so that nothing already fetched is thrown away. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from omnilearn.cluster.resources import measure_flops
+from omnilearn.control import Plan, Policy, Problem, Report, State
+from omnilearn.data import Sampler
+from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.world import World
+
+PULSE_EVERY = 2.0
+"""Seconds between two looks at a parked worker's own speed; each costs less than a tenth of a second."""
+PULSE_CHANGE = 1.4
+"""A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
+WARM_UP = 1
+"""First steps whose timings are left out: allocations, autotuning, the first bucket order."""
+HEADER = 3
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A peer left the loop early, at this position."""
+
+    step: int
+    offset: int
+
+
+@dataclass
+class _Exchange:
+    """An all-gather under way: what was sent, and where the answers go."""
+
+    begun: int
+    sizes: list[tuple[int, ...]]
+    sent: torch.Tensor
+    answers: list[torch.Tensor]
+    work: Any
+
+    @property
+    def due(self) -> int:
+        return self.begun + 1
+
+
+class Planner:
+    """Owns the policy's state. ``tick`` is called by every rank at the start of every step."""
+
+    def __init__(
+        self, world: World, clock: Clock, policy: Policy, problem: Problem, notify: Callable[[Plan, int], None]
+    ) -> None:
+        self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
+        self._notify = notify
+        self.state: State = policy.start(problem)
+        self._rows: list[tuple[tuple[int, ...], bool]] = []  # sizes of a step, and whether this rank took part
+        self._steps = 0
+        self._reported = self._next = 0  # the step of the last exchange, and of the next
+        self._exchange: _Exchange | None = None
+        self._pulse = _Pulse(str(world.device))
+        # On CUDA the last step may still be running: its events are read with the next report.
+        self._hold_back = int(any(r.device != "cpu" for r in world.resources))
+
+    @property
+    def plan(self) -> Plan:
+        return self.state.plan
+
+    def reset(self, state: State, step: int) -> None:
+        """Go on from a restored state at ``step``."""
+        self.state, self._reported, self._next = state, step, step + state.interval
+        self._rows.clear()
+        self._clock.clear()
+
+    def record(self, sizes: tuple[int, ...], took_part: bool) -> None:
+        """A step is over."""
+        if self._world.size == 1:
+            self._clock.clear()
+        else:
+            self._rows.append((sizes, took_part))
+
+    def tick(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
+        """Finish and begin exchanges where they are due. A ``Stop`` says that the others have left the loop."""
+        if self._world.size == 1:
+            return None
+        step = sampler.step
+        if self._exchange is not None and step >= self._exchange.due:
+            stop = self._finish(sampler, horizon)
+            if stop is not None:
+                return stop
+        if self._exchange is None and step >= self._next:
+            self._begin(step, idle)
+        return None
+
+    def leave(self, sampler: Sampler, horizon: int) -> None:
+        """The loop ended early: tell the parked, who wait for the next exchange."""
+        if self._exchange is not None:
+            self._finish(sampler, horizon)
+        self._begin(self._next, idle=False, stop=Stop(sampler.step, sampler.offset))
+        self._finish(sampler, horizon)
+
+    def drain(self) -> None:
+        """Wait for an exchange under way, and forget it."""
+        if self._exchange is not None:
+            with contextlib.suppress(RuntimeError):
+                self._exchange.work.wait(self._world.timeout)
+            self._exchange = None
+
+    def _begin(self, step: int, idle: bool, stop: Stop | None = None) -> None:
+        expected = step - self._reported
+        keep = self._hold_back if stop is None else 0
+        rows = self._rows[: len(self._rows) - keep]
+        self._rows = self._rows[len(rows) :]
+        sent = torch.zeros(HEADER + 2 * (expected + self._hold_back), dtype=torch.float64)
+        sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
+        sent[2] = self._pulse.look() if idle else self._pulse.forget()
+        for i, (_, took_part) in enumerate(rows[: (len(sent) - HEADER) // 2]):
+            timing = self._clock.take() if took_part else None
+            self._steps += 1
+            if timing is not None and self._steps > WARM_UP:
+                sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
+        answers = [torch.empty_like(sent) for _ in range(self._world.size)]
+        with self._world.naming_the_culprit("exchanging timings"):
+            work = dist.all_gather(answers, sent, group=self._world.control, async_op=True)
+        self._exchange = _Exchange(step, [sizes for sizes, _ in rows], sent, answers, work)
+        self._reported = step
+
+    def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        with self._world.naming_the_culprit("exchanging timings"):
+            exchange.work.wait(self._world.timeout)
+        table = torch.stack(exchange.answers).numpy()
+        leaver = table[table[:, 0].argmax()]
+        if leaver[0] >= 0:
+            stop = Stop(int(leaver[0]), int(leaver[1]))
+            self.reset(self.state, stop.step)
+            return stop
+        if exchange.sizes:
+            rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
+            busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
+            report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
+            before = self.state.plan
+            self.state = self.policy.update(self.problem, self.state, report)
+            if self.state.plan.batches != before.batches:
+                sampler.schedule(self.state.plan.batches, exchange.due + horizon)
+                self._notify(self.state.plan, exchange.due + horizon)
+        self._next = exchange.begun + max(self.state.interval, 1)
+        return None
+
+
+class _Pulse:
+    """A parked worker's own speed, now and then, relative to when it was parked."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.forget()
+
+    def forget(self) -> float:
+        self._reference: float | None = None
+        self._suspect = False
+        self._last = 0.0
+        return 1.0
+
+    def look(self) -> float:
+        if time.monotonic() - self._last < PULSE_EVERY:
+            return 1.0
+        speed = measure_flops(self._device)
+        self._last = time.monotonic()
+        if self._reference is None:
+            self._reference = speed
+        ratio = speed / self._reference
+        changed = not 1 / PULSE_CHANGE < ratio < PULSE_CHANGE
+        confirmed, self._suspect = changed and self._suspect, changed and not self._suspect
+        if not confirmed:
+            return 1.0
+        self._reference = speed
+        return ratio

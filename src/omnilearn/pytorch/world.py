@@ -1,0 +1,170 @@
+"""Who is here: this process's rank and device, its peers, and the gloo group on which they talk about the work.
+
+Joins what torchrun (or any launcher that sets RANK and WORLD_SIZE) started, or stays alone. Checks that all ranks agree
+on options and versions, and turns a broken connection into an error that names the rank that failed. Knows nothing of
+batches or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import omnilearn
+from omnilearn.cluster import resources
+from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure, UsageError
+
+NOTE_WAIT = timedelta(seconds=5)
+"""How long to wait for the note of a peer whose connection broke."""
+
+
+class World:
+    """This process among its peers. ``control`` is a gloo group of all ranks (None: alone)."""
+
+    def __init__(self, device: str | torch.device | None, timeout: timedelta) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
+        self.timeout = timeout
+        self.device = _device(device)
+        self.control: Any = None
+        self._owned = False
+        if self.size > 1:
+            self._join()
+        self.resources = self._survey()
+        self.backend = self._backend()
+        self._previous_hook = sys.excepthook
+        if self.size > 1:
+            sys.excepthook = self._on_uncaught
+
+    def _join(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=self.timeout)
+            self._owned = True
+        gloo = dist.get_backend() == "gloo"
+        self.control = dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=self.timeout)
+        self._store = dist.PrefixStore("omnilearn", dist.distributed_c10d._get_default_store())
+
+    def _survey(self) -> tuple[resources.Resources, ...]:
+        """What every rank has. FLOP/s are measured only where core counts cannot be compared (the papers' rule)."""
+        mine = resources.detect(str(self.device))
+        found = self.gather(mine)
+        if any(r.device != "cpu" for r in found) and len(found) > 1:
+            found = self.gather(resources.detect(str(self.device), measure=True))
+        return tuple(found)
+
+    def _backend(self) -> str:
+        """NCCL where every rank has a card of its own; gloo where ranks share a card or some have none."""
+        cards = [(r.host, r.device_id) for r in self.resources if r.device == "cuda"]
+        alone = len(cards) == self.size and len(set(cards)) == self.size
+        return "nccl" if alone and dist.is_nccl_available() else "gloo"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
+        """Every rank's value, in rank order, on every rank of the group (all ranks by default)."""
+        group = group or self.control
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(group)
+        with self.naming_the_culprit("exchanging values"):
+            dist.all_gather_object(values, value, group=group)
+        return values
+
+    def agree(self, what: str, values: dict[str, Any]) -> None:
+        """Raise the same error on all ranks if ``values`` differ between them."""
+        everybody = self.gather({name: repr(value) for name, value in values.items()})
+        for name in everybody[0]:
+            seen = [theirs.get(name) for theirs in everybody]
+            if len(set(seen)) > 1:
+                odd = next(rank for rank, value in enumerate(seen) if value != seen[0])
+                raise UsageError(
+                    f"{what} differ between ranks: {name} is {seen[0]} on rank 0 and {seen[odd]} on rank {odd}: "
+                    f"start all ranks with the same script, options and packages"
+                )
+
+    def agree_versions(self) -> None:
+        self.agree("package versions", {"omnilearn": omnilearn.__version__, "torch": torch.__version__.split("+")[0]})
+
+    # Failures
+
+    @contextlib.contextmanager
+    def naming_the_culprit(self, doing: str) -> Iterator[None]:
+        """Turn a broken collective into an error that says which rank failed, and how."""
+        try:
+            yield
+        except (RuntimeError, ConnectionError) as error:
+            if self.control is None or isinstance(error, (OmniLearnError, torch.cuda.OutOfMemoryError)):
+                raise
+            note = self._note_of_a_peer()
+            if note is not None:
+                raise PeerFailure(f"rank {note['rank']} failed while this rank was {doing}: {note['error']}") from None
+            if _is_connection_error(error):
+                raise PeerFailure(
+                    f"lost the connection to a peer while {doing} ({str(error).splitlines()[0]})"
+                ) from error
+            raise
+
+    def report_failure(self, error: BaseException) -> None:
+        """Leave a note for the peers. The first failure is the one they will name."""
+        if self.control is None or isinstance(error, PeerFailure):
+            return
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        with contextlib.suppress(Exception):
+            self._store.compare_set("failure", "", json.dumps({"rank": self.rank, "error": text}))
+
+    def _note_of_a_peer(self) -> dict[str, Any] | None:
+        try:
+            self._store.wait(["failure"], NOTE_WAIT)
+            note: dict[str, Any] = json.loads(self._store.get("failure"))
+        except Exception:
+            return None
+        return note if note["rank"] != self.rank else None
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.report_failure(error)
+        if os.environ.get("TORCHELASTIC_ERROR_FILE") and isinstance(error, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            with contextlib.suppress(Exception):
+                get_error_handler().record_exception(error)
+        self._previous_hook(kind, error, trace)
+
+    def close(self) -> None:
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._previous_hook
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+            self._owned = False
+        self.control = None
+
+
+def _device(choice: str | torch.device | None) -> torch.device:
+    wanted = choice or os.environ.get("OMNILEARN_DEVICE")
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InfeasibleError(f"device {wanted!r} was asked for, but PyTorch sees no CUDA device: use device='cpu'")
+        if device.index is None:
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "timed out", "timeout", "socket", "broken pipe", "peer"))

@@ -1,0 +1,99 @@
+"""A gang of real processes that run a function together, as ranks of one job. Started once, reused by many tests.
+
+Functions must be importable. Each run has its own store on a free port, hosted here, as torchrun's agent does it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+LIMIT = 60.0
+
+
+class WorkerError(AssertionError):
+    """What a rank raised, with its traceback."""
+
+    def __init__(self, errors: dict[int, tuple[str, str]]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, (_, text) in errors.items()))
+        self.errors = errors
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    home = dict(os.environ)
+    while (job := pipe.recv()) is not None:
+        module, name, args, environment = job
+        os.environ.clear()
+        os.environ.update({**home, **environment})
+        try:
+            outcome: Any = ("done", getattr(importlib.import_module(module), name)(*args))
+        except BaseException as error:
+            outcome = ("failed", (type(error).__name__, "".join(traceback.format_exception(error))))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        pipe.send(outcome)
+
+
+class Gang:
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._members: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, size: int, function: Any, *args: Any, environment: dict[int, dict[str, str]] | None = None
+    ) -> list[Any]:
+        """Run ``function(*args)`` on ranks 0 … size-1; their results, or a WorkerError with every rank's error."""
+        while len(self._members) < size:
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self._members.append((process, mine))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        members = self._members[:size]
+        for rank, (_, pipe) in enumerate(members):
+            settings = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                **(environment or {}).get(rank, {}),
+            }
+            pipe.send((function.__module__, function.__qualname__, args, settings))
+        outcomes: dict[int, Any] = {}
+        while len(outcomes) < size:
+            ready = wait([pipe for rank, (_, pipe) in enumerate(members) if rank not in outcomes], timeout=LIMIT)
+            if not ready:
+                late = [rank for rank in range(size) if rank not in outcomes]
+                self.close(kill=True)
+                raise AssertionError(f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s")
+            for pipe in ready:
+                rank = next(r for r, (_, p) in enumerate(members) if p is pipe)
+                outcomes[rank] = pipe.recv()
+        failed = {rank: value for rank, (how, value) in sorted(outcomes.items()) if how == "failed"}
+        if failed:
+            raise WorkerError(failed)
+        return [outcomes[rank][1] for rank in range(size)]
+
+    def close(self, kill: bool = False) -> None:
+        for process, pipe in self._members:
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for process, _ in self._members:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=10)
+        self._members = []
