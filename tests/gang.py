@@ -28,6 +28,7 @@ class WorkerError(AssertionError):
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    mp.set_start_method("fork", force=True)  # what a script started by torchrun has
     home = dict(os.environ)
     while (job := pipe.recv()) is not None:
         module, name, args, environment = job

@@ -1,4 +1,4 @@
-"""Whatever the split, the step is the one a single machine would take on the whole global batch: in float64, to 1e-12."""
+"""Whatever the split, a step is the one a single machine would take on the whole global batch: float64, to 1e-12."""
 
 from __future__ import annotations
 

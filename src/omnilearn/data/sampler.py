@@ -85,7 +85,7 @@ class Sampler:
     # The plan
 
     def schedule(self, batches: Sequence[int], at: int, *, minimum: int | Sequence[int] | None = None) -> None:
-        """Cut by ``batches`` from step ``at`` to the next plan; for the same step the later call wins.
+        """Cut by ``batches`` from step ``at`` on; what was scheduled for later steps is dropped.
 
         Another length means another number of workers; ``minimum`` then replaces the one given before.
         """
@@ -96,7 +96,7 @@ class Sampler:
             )
         minimum = self._minimum if minimum is None else minimum
         cut, current = self._cut(batches, minimum), self._start_of(self._step)
-        self._plans = {start: plan for start, plan in self._plans.items() if start >= current} | {at: cut}
+        self._plans = {start: plan for start, plan in self._plans.items() if current <= start < at} | {at: cut}
         self._minimum = minimum
 
     def batches_at(self, step: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Carries timings to the policy and plans to the sampler, at the same steps on every rank.
 
 Every few steps all ranks exchange what they measured, in one small asynchronous all-gather; one step later each runs
-the same pure policy on the same report. A new plan takes effect as many steps ahead as the deepest prefetch of any rank,
-so that nothing already fetched is thrown away. Decides nothing itself.
+the same pure policy on the same report. A new plan takes effect as many steps ahead as the deepest prefetch of any
+rank, so that nothing already fetched is thrown away. Decides nothing itself.
 """
 
 from __future__ import annotations
