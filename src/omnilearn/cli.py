@@ -16,6 +16,7 @@ from omnilearn.errors import OmniLearnError
 
 COMMANDS = {
     "bench": ("omnilearn.bench.command", "measure: how fast, and how near the limit?"),
+    "run": ("omnilearn.cluster.run", "start a training script on several workers"),
 }
 
 DESCRIPTION = """\

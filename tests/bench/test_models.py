@@ -60,9 +60,7 @@ def test_a_width_that_is_no_size_is_refused() -> None:
 
 def _gpt2(**options: Any) -> Any:
     torch.manual_seed(0)
-    return models.Gpt2(
-        **{"layers": 2, "heads": 2, "width": 16, "context": 12, "vocabulary": 20, **options}
-    ).eval()
+    return models.Gpt2(**{"layers": 2, "heads": 2, "width": 16, "context": 12, "vocabulary": 20, **options}).eval()
 
 
 def test_gpt2_never_looks_ahead() -> None:

@@ -146,9 +146,7 @@ def test_patterns_do_not_depend_on_how_many_samples() -> None:
     """A longer data set is more of the same task, not another one."""
     few, many = images(400, shape=(1, 4, 4), classes=2), images(800, shape=(1, 4, 4), classes=2)
     for label in (0, 1):
-        torch.testing.assert_close(
-            few.x[few.y == label].mean(0), many.x[many.y == label].mean(0), atol=0.15, rtol=0
-        )
+        torch.testing.assert_close(few.x[few.y == label].mean(0), many.x[many.y == label].mean(0), atol=0.15, rtol=0)
 
 
 def test_next_token_targets_are_the_next_tokens() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class Cluster:
     def time(self, batches: npt.ArrayLike) -> float:
         return step_time(batches, self.alpha, self.beta, self.reduce_cost)
 
-    @property
+    @cached_property
     def optimum(self) -> float:
         return self.time(allocate(self.problem, self.alpha, self.beta, self.reduce_cost))
 

@@ -1,0 +1,1 @@
+"""Where does it run? Resources found, the launcher, and one machine playing a heterogeneous cluster."""

@@ -25,6 +25,8 @@ Mask = npt.NDArray[np.bool_]
 EXACT_WORKERS = 256
 """Up to so many workers the optimum is exact; with more, and a reduction cost, within PRECISION of it."""
 PRECISION = 1e-3
+FLATTEST = 2.0**-40
+"""The least growth per unit that is told apart, as a fraction of the fixed part."""
 
 
 def allocate(
@@ -43,7 +45,10 @@ def allocate(
     cost = np.zeros(problem.workers + 1) if reduce_cost is None else np.asarray(reduce_cost, dtype=np.float64)
     _check(problem, a, b, cost)
     low, high = problem.units
-    lines = _Lines(a, b * problem.multiple_of, low, high, problem.global_batch // problem.multiple_of, not problem.park)
+    # Flatter than FLATTEST, rounding decides and not the curve.
+    b = np.maximum(b * problem.multiple_of, np.maximum(a * FLATTEST, 1e-100))
+    total = problem.global_batch // problem.multiple_of
+    lines = _Lines(a, b, low.astype(np.float64), high.astype(np.float64), total, not problem.park)
     batches = np.zeros(problem.workers, dtype=np.int64)
     active, T = _best_set(lines, cost) if problem.park else (np.ones(problem.workers, dtype=bool), None)
     batches[active] = _fill(lines.only(active), T) * problem.multiple_of
@@ -84,13 +89,13 @@ class _Lines:
     """The curves and bounds, with batches counted in units of the problem's multiple.
 
     Forced: everybody takes part and computes at least its minimum. Otherwise a worker whose minimum does not fit
-    computes nothing.
+    computes nothing. All arrays are floats: converting them costs more than computing with them.
     """
 
     alpha: Floats
     beta: Floats
-    low: Ints
-    high: Ints
+    low: Floats
+    high: Floats
     total: int
     forced: bool
 
@@ -100,32 +105,45 @@ class _Lines:
 
     def caps(self, T: float) -> Floats:
         """How many units each worker computes within T."""
-        units = np.floor((T - self.alpha) / self.beta)
-        # The division may round across a whole number either way; the product decides.
-        units += self.alpha + self.beta * (units + 1) <= T
-        units -= self.alpha + self.beta * units > T
+        exact = (T - self.alpha) / self.beta
+        units = np.floor(exact)
+        # The division may round across a whole number either way; there the product decides.
+        exact -= units
+        exact -= 0.5
+        near = np.flatnonzero(np.abs(exact, out=exact) > 0.499)
+        if near.size:
+            alpha, beta, close = self.alpha[near], self.beta[near], units[near]
+            close += alpha + beta * (close + 1) <= T
+            close -= alpha + beta * close > T
+            units[near] = close
         if self.forced:
-            return np.minimum(np.maximum(units, self.low), self.high)
-        units[units < self.low] = 0
-        return np.minimum(units, self.high)
+            np.maximum(units, self.low, out=units)
+        else:
+            units[units < self.low] = 0
+        return np.minimum(units, self.high, out=units)
 
     def later(self, caps: Floats) -> Floats:
         """When each worker's cap grows next (infinite: never)."""
-        grown = caps + 1 if self.forced else np.maximum(caps + 1, self.low)
-        return np.where(caps < self.high, self.alpha + self.beta * grown, np.inf)
+        times = caps + 1
+        if not self.forced:
+            np.maximum(times, self.low, out=times)
+        times *= self.beta
+        times += self.alpha
+        times[caps >= self.high] = np.inf
+        return times
 
 
 def _fill(lines: _Lines, near: float | None) -> Ints:
     """The split over exactly these workers: all of them finish as early as the slowest can be made to."""
     T = _first(lines, near)
     units = lines.caps(T).astype(np.int64)
-    # Workers whose last unit ends exactly at T are tied; what they hold too much goes back, largest batch first
-    # (values decide, not positions: reordering workers reorders the plan).
+    # Workers whose last unit ends exactly at T are tied; what they hold too much goes back, largest batch first, among
+    # equals the slower one (values decide, not positions: reordering workers reorders the plan).
     surplus = int(units.sum()) - lines.total
     if surplus:
         tied = np.flatnonzero((units > lines.low) & (lines.alpha + lines.beta * units >= T))
-        tied = tied[np.lexsort((lines.alpha[tied], lines.beta[tied], -units[tied]))]
-        units[tied[:surplus]] -= 1
+        order = np.lexsort((lines.high[tied], -lines.low[tied], -lines.alpha[tied], -lines.beta[tied], -units[tied]))
+        units[tied[order[:surplus]]] -= 1
     return units
 
 
@@ -188,8 +206,8 @@ def _bracket(lines: _Lines, near: float | None) -> tuple[float, float]:
         if _fits(lines, above):
             return below, above
     raise InfeasibleError(
-        f"no set of workers can hold {lines.total} units between their minimums {lines.low.tolist()[:8]} and "
-        f"maximums {lines.high.tolist()[:8]}: change global_batch, min_batch or max_batch"
+        f"no set of workers can hold {lines.total} units between their minimums {lines.low[:8].astype(int)} and "
+        f"maximums {lines.high[:8].astype(int)}: change global_batch, min_batch or max_batch"
     )
 
 
@@ -212,7 +230,8 @@ def _best_set(lines: _Lines, cost: Floats) -> tuple[Mask, float]:
             bound, early, late, n_early, n_late = heapq.heappop(intervals)
             if bound >= best - tolerance:
                 break
-            candidate = float(lines.later(lines.caps(early)).min())
+            # The next time at which anything changes; near enough is enough where there is a tolerance.
+            candidate = early if tolerance else float(lines.later(lines.caps(early)).min())
             if n_early == n_late or candidate > late or candidate + cost[n_late] >= best - tolerance:
                 continue
             middle = max(candidate, (early + late) / 2)
@@ -238,29 +257,39 @@ def _fewest(lines: _Lines, caps: Floats) -> int:
 
 def _choose(lines: _Lines, caps: Floats) -> Mask:
     """The fewest workers with these caps that hold the batch: the largest; among equals who is done first."""
-    order = np.lexsort((lines.beta, lines.alpha + lines.beta * caps, -caps))
-    n = int(np.searchsorted(np.cumsum(caps[order]), lines.total)) + 1
-    if int(lines.low[order[:n]].sum()) > lines.total:
-        return _knapsack(caps.astype(np.int64), lines.low, lines.total)
-    chosen = np.zeros(len(caps), dtype=bool)
-    chosen[order[:n]] = True
+    largest = np.sort(caps)[::-1]
+    n = int(np.searchsorted(np.cumsum(largest), lines.total)) + 1
+    chosen: Mask = caps > largest[n - 1]
+    tied = np.flatnonzero(caps == largest[n - 1])
+    chosen[tied[_by_value(lines, tied, caps)[: n - int(chosen.sum())]]] = True
+    if lines.low[chosen].sum() > lines.total:
+        return _knapsack(lines, caps)
     return chosen
 
 
-def _knapsack(caps: Ints, low: Ints, total: int) -> Mask:
+def _by_value(lines: _Lines, workers: Ints, caps: Floats) -> Ints:
+    """An order of workers that depends on what they are and not on where they stand: who is done first with its cap."""
+    alpha, beta = lines.alpha[workers], lines.beta[workers]
+    done = alpha + beta * caps[workers]
+    return np.lexsort((-lines.high[workers], lines.low[workers], alpha, beta, done))
+
+
+def _knapsack(lines: _Lines, caps: Floats) -> Mask:
     """The smallest set with Σ caps ≥ total and Σ low ≤ total; empty if there is none.
 
     Needed only where minimums differ and the plain choice overshoots them. Exact dynamic programme over
     (workers taken, sum of minimums): fine for hundreds of workers, not for thousands.
     """
+    total, low = lines.total, lines.low.astype(np.int64)
     usable = np.flatnonzero((caps > 0) & (low <= total))
+    usable = usable[_by_value(lines, usable, caps)]
     best = np.full((len(usable) + 1, total + 1), -1, dtype=np.int64)
     best[0, 0] = 0
     took = np.zeros((len(usable), *best.shape), dtype=bool)
     for i, k in enumerate(usable):
         offer = np.full_like(best, -1)
         source = best[:-1, : total + 1 - low[k]]
-        offer[1:, low[k] :] = np.where(source >= 0, source + caps[k], -1)
+        offer[1:, low[k] :] = np.where(source >= 0, source + int(caps[k]), -1)
         took[i] = offer > best
         best = np.maximum(best, offer)
     chosen = np.zeros(len(caps), dtype=bool)

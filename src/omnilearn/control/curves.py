@@ -2,8 +2,8 @@
 
 Recursive least squares on relative errors, all workers at once. Old data fade (FORGET); what is never excited again
 keeps its estimate and only loses certainty, down to a floor (stabilised forgetting). A measurement far outside what
-the line and its uncertainty allow is set aside as an outlier; a second one in a row on the same side is a real change
-of speed: the line is scaled to it and the past forgotten at once. Knows nothing of plans.
+the line and its uncertainty allow is set aside as an outlier; a second one like it in a row is a real change of
+speed: the line is scaled to it and the past forgotten at once. Knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ GATE = 4.0
 """An outlier is further away than so many standard deviations…"""
 GATE_FLOOR = 0.25
 """… and further than this fraction of the step time."""
+SAME_CHANGE = 1.5
+"""Two outliers that differ by no more than this factor show the same change of speed; others are two outliers."""
 FLAT = 1e-3
 """β·b is at least this fraction of the step time: a line never falls and is never quite flat."""
 
@@ -108,8 +110,9 @@ class Curves:
         spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
         deviation = self.noise * np.sqrt(1 + spread)
         outlier = measured & ~first & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
-        ratio = np.where(measured, 1 + error, 1.0)
-        changed = outlier & (self.suspect != 1) & ((ratio > 1) == (self.suspect > 1))
+        ratio = np.where(measured, t / predicted, 1.0)
+        alike = np.abs(np.log(np.maximum(ratio, 1e-9) / self.suspect)) < np.log(SAME_CHANGE)
+        changed = outlier & (self.suspect != 1) & ((ratio > 1) == (self.suspect > 1)) & alike
         inlier = measured & ~outlier
 
         # Ordinary measurements: recursive least squares with a floor under the information on α.

@@ -20,7 +20,7 @@ import numpy as np
 
 from omnilearn.control.allocate import allocate, step_time
 from omnilearn.control.curves import FORGET, Curves
-from omnilearn.control.policy import Report, State, as_plan, share
+from omnilearn.control.policy import Report, State, as_plan, saved_plan, share
 from omnilearn.control.problem import Floats, Ints, Plan, Problem
 
 EFFECTIVE_NOISE = float(np.sqrt((1 - FORGET) / (1 + FORGET)))
@@ -65,6 +65,7 @@ class OptimalState(State):
     refuted: tuple[tuple[Workers, Refuted], ...] = ()
     changed_at: int = 0  # step at which the set of workers last changed
     price: float = 0.0  # what the last trial cost, in steps
+    pulse: tuple[float, ...] = ()  # pulses that are in the curves already
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -101,19 +102,17 @@ class Optimal:
         )
 
     def restore(self, problem: Problem, saved: dict[str, Any]) -> OptimalState:
-        state = self._start(problem, Plan(tuple(saved["batches"]), saved["reason"]))
-        return replace(
-            state,
-            curves=Curves.from_state(saved["curves"]),
-            reduce_cost=tuple(saved["reduce_cost"]),
-            excitements=2,
-        )
+        plan, curves, cost = saved_plan(problem, saved), Curves.from_state(saved["curves"]), saved["reduce_cost"]
+        if plan is None:
+            plan = as_plan(allocate(problem, curves.alpha, curves.beta, expected_cost(tuple(cost))), "restored")
+        return replace(self._start(problem, plan), curves=curves, reduce_cost=tuple(cost), excitements=2)
 
     def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
         assert isinstance(state, OptimalState)
         state = _absorb(state, report)
-        if any(state.curves.seen[k] == 0 for k in state.plan.active):
+        if np.any(state.curves.seen[np.asarray(state.plan.batches) > 0] == 0):
             return replace(state, interval=2)
+        state = replace(state, curves=_nominal(problem, state))
         state = self._judge(problem, state) if state.trial else self._improve(problem, state)
         return replace(state, interval=_interval(state))
 
@@ -151,7 +150,11 @@ class Optimal:
         unknown = state.curves.alpha_uncertainty(batches)[active] > 0.25
         if not unknown.any():
             return None
-        factor = np.where((np.arange(len(active)) + state.excitements) % 2, 1 + EXCITE, 1 - EXCITE)
+        # Neighbours in size go opposite ways. Values decide, not positions: reordering workers reorders the plan.
+        order = np.lexsort((state.curves.alpha[active], state.curves.beta[active], batches[active]))
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(active))
+        factor = np.where((rank + state.excitements) % 2, 1 + EXCITE, 1 - EXCITE)
         # The largest goes with the smaller half: what it gives or takes is what the others have to take or give.
         moved = np.zeros(problem.workers, dtype=np.int64)
         inside = _restricted(problem, tuple(active.tolist()))
@@ -164,10 +167,9 @@ class Optimal:
         batches = allocate(problem, curves.alpha, curves.beta, cost)
         candidates = [batches]
         if state.plan.parked and state.steps - state.changed_at >= max(500, state.price / PROBE_BUDGET):
-            low, _ = problem.units
-            if int(low.sum()) * problem.multiple_of <= problem.global_batch:
-                everybody = tuple(range(problem.workers))
-                return _over(problem, curves, everybody), "ask the parked again"
+            asked = _asked(problem, state)
+            if _feasible(problem, asked):
+                return _over(problem, curves, asked), "ask the parked again"
         # Where the best set was refuted: the best of those with one worker more or less.
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
@@ -239,11 +241,13 @@ def expected_cost(measured: tuple[float | None, ...]) -> Floats:
 def _absorb(state: OptimalState, report: Report) -> OptimalState:
     """Curves, reduction cost and step times with the report's measurements in them."""
     curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
-    speeding = report.pulse != 1
-    if speeding.any():
-        curves = curves.scaled(1 / report.pulse)
+    # A pulse is relative to when the worker last took part: what an earlier report said of it is in its curve already.
+    pulse = np.where(np.asarray(state.plan.batches) > 0, 1.0, report.pulse)
+    speeding = pulse / np.where(np.asarray(state.plan.batches) > 0, 1.0, np.asarray(state.pulse or (1.0,)))
+    if np.any(speeding != 1):
+        curves = curves.scaled(1 / speeding)
         # A reduction waits for its slowest member too: what was measured with slower members is too much now.
-        faster = float(report.pulse.max())
+        faster = float(speeding.max())
         cost = [c if c is None or n <= len(state.plan.active) else c / max(faster, 1.0) for n, c in enumerate(cost)]
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
         curves = curves.observe(np.where(measured, batches, 0), busy)
@@ -263,7 +267,26 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         reduce_cost=tuple(cost),
         times=tuple(times[-8:]),
         steps=state.steps + len(report.batches),
+        pulse=tuple(pulse.tolist()),
     )
+
+
+def _nominal(problem: Problem, state: OptimalState) -> Curves:
+    """The curves, with those of workers never measured at the pace that the measured ones have for their speeds."""
+    curves, batches = state.curves, np.asarray(state.plan.batches)
+    unseen, on = curves.seen == 0, batches > 0
+    if not unseen.any():
+        return curves
+    pace = float(np.median(curves.times(batches)[on] / batches[on] * problem.speeds[on]))
+    return replace(curves, beta=np.where(unseen, pace / problem.speeds, curves.beta))
+
+
+def _asked(problem: Problem, state: OptimalState) -> Workers:
+    """Everybody; where the minimums of all are too much, the parked first, and of them those never measured."""
+    low, _ = problem.units
+    order = np.lexsort((-problem.speeds, state.curves.seen, np.asarray(state.plan.batches) > 0))
+    fit = int(np.searchsorted(np.cumsum(low[order]), problem.global_batch // problem.multiple_of, side="right"))
+    return tuple(sorted(order[:fit].tolist()))
 
 
 def _follow(state: OptimalState, plan: Plan) -> OptimalState:

@@ -110,7 +110,21 @@ def share(problem: Problem, weights: Floats) -> Ints:
 
 
 def as_plan(batches: Ints, reason: str, predicted: float | None = None, instead_of: float | None = None) -> Plan:
-    return Plan(tuple(int(b) for b in batches), reason, predicted, instead_of)
+    return Plan(tuple(np.asarray(batches).tolist()), reason, predicted, instead_of)
+
+
+def saved_plan(problem: Problem, saved: dict[str, Any]) -> Plan | None:
+    """The plan that was saved, or None where it is no split of this problem: batch or bounds may be others now."""
+    batches = np.asarray(saved["batches"], dtype=np.int64)
+    if batches.shape != (problem.workers,):
+        raise InfeasibleError(
+            f"the state was saved with {batches.size} workers, now there are {problem.workers}: begin with start()"
+        )
+    try:
+        problem.check(batches)
+    except InfeasibleError:
+        return None
+    return as_plan(batches, saved["reason"])
 
 
 @dataclass(frozen=True)
@@ -181,7 +195,10 @@ class Proportional:
         return self._from(as_plan(batches, "proportional control"))
 
     def restore(self, problem: Problem, saved: dict[str, Any]) -> State:
-        return self._from(Plan(tuple(saved["batches"]), saved["reason"]))
+        plan = saved_plan(problem, saved)
+        if plan is None or plan.parked:
+            plan = as_plan(share(problem, np.maximum(saved["batches"], 1e-9)), "restored")
+        return self._from(plan)
 
 
 def correction(batches: npt.ArrayLike, seconds: npt.ArrayLike) -> Floats:

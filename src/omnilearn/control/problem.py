@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +91,8 @@ class Problem:
         if np.any(self.minimum < 1):
             raise InfeasibleError(f"minimum batches must be at least 1, got {_brief(self.minimum)}")
         low, high = self.units
-        if np.any(low > high):
-            k = int(np.argmax(low > high))
+        if np.any(low > self.maximum // m):
+            k = int(np.argmax(low > self.maximum // m))
             raise InfeasibleError(
                 f"worker {k}: no multiple of {m} lies between its minimum {self.minimum[k]} and its maximum "
                 f"{self.maximum[k]}: raise max_batch, or lower min_batch or multiple_of"
@@ -108,8 +109,8 @@ class Problem:
             )
         if self.park and int(low.min()) * m > B:
             raise InfeasibleError(
-                f"global_batch {B} is below every worker's minimum (smallest: {int(low.min()) * m}): raise global_batch "
-                f"or lower min_batch"
+                f"global_batch {B} is below every worker's minimum (smallest: {int(low.min()) * m}): raise "
+                f"global_batch or lower min_batch"
             )
 
     @property
@@ -118,9 +119,13 @@ class Problem:
 
     @property
     def units(self) -> tuple[Ints, Ints]:
-        """Minimum and maximum per worker, counted in multiples."""
+        """Minimum and maximum per worker, counted in multiples; a maximum is the global batch at most.
+
+        A minimum above the global batch stays above it: such a worker can only be parked.
+        """
         m = self.multiple_of
-        return -(-self.minimum // m), np.minimum(self.maximum, self.global_batch) // m
+        low = -(-self.minimum // m)
+        return low, np.maximum(np.minimum(self.maximum, self.global_batch) // m, low)
 
     def check(self, batches: Ints) -> None:
         """Raise if ``batches`` is not a valid split of this problem."""
@@ -149,7 +154,7 @@ class Plan:
     predicted: float | None = field(default=None, compare=False)
     instead_of: float | None = field(default=None, compare=False)
 
-    @property
+    @cached_property
     def active(self) -> tuple[int, ...]:
         return tuple(k for k, b in enumerate(self.batches) if b)
 

@@ -33,8 +33,9 @@ def apportion(weights: Floats, total: int, minimum: Ints, maximum: Ints) -> Ints
     exact = np.clip(high * positive, minimum, maximum)
     # A hair is added before rounding down, so that 7.999999999 is 8 and not 7 with a remainder.
     shares = np.clip(np.floor(exact + 1e-9 * np.maximum(1.0, exact)), minimum, maximum).astype(np.int64)
-    # Largest remainder first; among equal remainders the larger weight, so that order of workers does not matter.
-    order = np.lexsort((-weights, -np.round(exact - shares, 9)))
+    # Largest remainder first; among equal remainders the larger weight, then the wider bounds: values decide, and the
+    # order of workers does not matter.
+    order = np.lexsort((minimum, -maximum, -weights, -np.round(exact - shares, 9)))
     while (missing := int(total - shares.sum())) != 0:
         room = (
             order[shares[order] < maximum[order]]

@@ -58,9 +58,7 @@ class SyncEngine:
         world.agree("models", fingerprint(module))
         self._broadcast()
         self.membership = Membership(world, module, self._pack, self._unpack)
-        self.membership.find_unused = True if find_unused_parameters is None else find_unused_parameters
-        self._explore = find_unused_parameters is None
-        self._rewrap = False
+        self.membership.find_unused = find_unused_parameters
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
@@ -100,9 +98,6 @@ class SyncEngine:
         active = tuple(k for k, size in enumerate(share.sizes) if size)
         if self.membership.enter(active):
             self.clock.restart()
-        elif self._rewrap:
-            self.membership.wrap()
-        self._rewrap = False
 
     def sit_out(self, loader: TrainLoader, share: Share) -> None:
         self.planner.record(share.sizes, took_part=False)
@@ -185,16 +180,15 @@ class SyncEngine:
             scaled.backward()
             return
         total = self._reduced_weight() if self._own_weights else None
-        watcher = self._watch_unused() if self._explore else None
         self.clock.watch(scaled)
         with self.world.naming_the_culprit("reducing gradients"):
             scaled.backward()
+            if self.membership.find_unused is None:
+                self._reduce_first()
             if total is not None:
                 self._divide(total, share.total)
         self.clock.reduced()
         self._complete = True
-        if watcher is not None:
-            self._explored(watcher())
 
     def _reduced_weight(self) -> tuple[torch.Tensor, Any]:
         """The sum of all workers' weights, on its way while gradients are computed."""
@@ -214,26 +208,24 @@ class SyncEngine:
         for kind, same in by_type.items():
             torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
 
-    # Unused parameters: looked for in the first step, looked after only where there are some
+    def _reduce_first(self) -> None:
+        """The first step's gradients, reduced by hand: it shows which parameters have none, on any worker.
 
-    def _watch_unused(self) -> Callable[[], int]:
+        DistributedDataParallel must know beforehand whether to look for such parameters in every step.
+        """
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        used: set[int] = set()
-        hooks = [p.register_post_accumulate_grad_hook(lambda q: used.add(id(q))) for p in parameters]
-
-        def unused() -> int:
-            for hook in hooks:
-                hook.remove()
-            return sum(id(p) not in used for p in parameters)
-
-        return unused
-
-    def _explored(self, unused: int) -> None:
-        self._explore = False
-        group = self.membership.talk(self.membership.active)
-        if not any(self.world.gather(unused, group) if group is not None else [unused]):
-            self.membership.find_unused = False
-            self._rewrap = True
+        used = [p.grad is not None for p in parameters]
+        everywhere = (
+            self.world.gather(used, self.membership.talk(self.membership.active)) if self.membership.group else [used]
+        )
+        self.membership.find_unused = not all(all(theirs) for theirs in everywhere)
+        if self.membership.group is not None:
+            for p, *anywhere in zip(parameters, *everywhere, strict=True):
+                if any(anywhere):
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    dist.all_reduce(p.grad, group=self.membership.group)
+                    p.grad /= self.membership.count
+            self.membership.wrap()
 
     # The optimizer's gate
 
@@ -288,7 +280,7 @@ class SyncEngine:
         state: dict[str, Any] = {"model": self.module.state_dict()}
         if whole:
             state["optimizer"] = self.optimizer.state_dict()
-            state["unused"] = (self._explore, self.membership.find_unused)
+            state["unused"] = self.membership.find_unused
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
@@ -297,7 +289,7 @@ class SyncEngine:
         self.module.load_state_dict(state["model"])
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])
-            self._explore, self.membership.find_unused = state["unused"]
+            self.membership.find_unused = state["unused"]
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 

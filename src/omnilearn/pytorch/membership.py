@@ -7,6 +7,7 @@ model is wrapped anew for its group. A set of one worker reduces nothing and has
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from omnilearn.pytorch.world import World
 
 CHUNK = 4 * 2**20
 """Bytes per message: with larger ones, a peer that dies in the middle is noticed late."""
+
+BUFFERS_IN_FORWARD = "forward_sync_buffers"  # torch 2.13's new name for it
+if BUFFERS_IN_FORWARD not in inspect.signature(DistributedDataParallel.__init__).parameters:
+    BUFFERS_IN_FORWARD = "broadcast_buffers"
 
 Workers = tuple[int, ...]
 
@@ -37,7 +42,7 @@ class Membership:
         self.active: Workers = ()
         self.group: Any = None
         self.wrapped: DistributedDataParallel | None = None
-        self.find_unused = True
+        self.find_unused: bool | None = None  # None: not known yet, nothing is wrapped
 
     @property
     def count(self) -> int:
@@ -67,16 +72,16 @@ class Membership:
         for layer in self._module.modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 layer.process_group = self.group
-        if self.count > 1 and any(p.requires_grad for p in self._module.parameters()):
+        if self.count > 1 and self.find_unused is not None and any(p.requires_grad for p in self._module.parameters()):
             device = self._world.device
             self.wrapped = DistributedDataParallel(
                 self._module,
                 process_group=self.group,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 init_sync=False,
-                broadcast_buffers=False,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self.find_unused,
+                **{BUFFERS_IN_FORWARD: False},
             )
 
     def talk(self, workers: Workers) -> Any:

@@ -1,0 +1,178 @@
+"""Starts the workers with torchrun's agent, waits for them, and says what went wrong first.
+
+Knows torch.distributed's launcher and nothing of arguments (``run.py``) or limits (``emulator.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omnilearn.cluster import units
+from omnilearn.cluster.console import PREFIX, TRACEBACK, console
+from omnilearn.cluster.emulator import Emulator
+
+SHOWN = 30  # lines of the failing worker's stderr
+CHAINED = " exception "  # "During handling of the above exception, …", "The above exception was …"
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Interrupted(BaseException):
+    """A signal told the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Turn signals into ``Interrupted``, so that what was begun is cleaned up; ignored while it is."""
+
+    def interrupt(number: int, frame: object) -> None:
+        ignore()
+        raise Interrupted(number)
+
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    try:
+        for number in HANDLED:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """From here on nothing may stop the cleaning up; ``signals_raise`` puts the handlers back."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torchrun's own log lines only where LOGLEVEL asks for them: what matters is said once, at the end."""
+    before = logging.root.manager.disable
+    if "LOGLEVEL" not in os.environ and "TORCHELASTIC_LOG_LEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulator, log_dir: Path) -> int:
+    """Run ``command`` on all workers; returns the exit code, having said on stderr what failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    if isinstance(command, str):
+        # The agent substitutes ${local_rank}; a dollar in the user's own arguments must survive that.
+        escaped = [word.replace("$", "$$") for word in (command, *arguments)]
+        command, *arguments = emulator.command_for("${local_rank}", escaped, with_parent=True)
+    config.log_line_prefix_template = config.log_line_prefix_template or PREFIX
+    stderrs = _remember_stderrs(config.logs_specs)
+    out, err = sys.stdout, sys.stderr
+    try:
+        with _quiet(), console(out, err):
+            elastic_launch(config, command)(*arguments)
+        return 0
+    except ChildFailedError as error:
+        where = " on this host" if config.max_nodes > 1 else ""
+        return _report(error.failures, stderrs, emulator, f"Logs: {log_dir}", where)
+    except (SignalException, Interrupted) as error:
+        number = error.number if isinstance(error, Interrupted) else int(error.sigval)
+        name = signal.Signals(number).name
+        word = "interrupted" if number == signal.SIGINT else f"ended by {name}"
+        print(f"omnilearn: {word}; all workers were ended. Logs: {log_dir}", file=err)
+        return 128 + number
+    except Exception as error:
+        print(f"omnilearn: the workers could not be started: {type(error).__name__}: {error}", file=err)
+        return 1
+    finally:
+        _ignore_signals()
+        emulator.kill()
+
+
+def _remember_stderrs(logs_specs: Any) -> dict[int, str]:
+    """The workers' stderr files by local rank, filled when the agent decides where they are."""
+    found: dict[int, str] = {}
+    decide = logs_specs.reify
+
+    def reify(envs: Any) -> Any:
+        destinations = decide(envs)
+        found.update(destinations.stderrs)
+        return destinations
+
+    logs_specs.reify = reify
+    return found
+
+
+def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: str, where: str) -> int:
+    """Say which worker failed first and how; returns its status."""
+
+    def last_word(rank: int) -> int:
+        # Who fails because a peer did writes its traceback after that peer wrote its own.
+        try:
+            return os.stat(stderrs[failures[rank].local_rank]).st_mtime_ns
+        except (KeyError, OSError):
+            return 0
+
+    ended_by_us = {rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGTERM}
+    order = sorted(set(failures) - ended_by_us or ended_by_us, key=last_word)
+    first, others = failures[order[0]], order[1:]
+    lines = _tail(stderrs.get(first.local_rank, ""))
+    named = _exception(lines)
+    cause = f"{named[:200]} ({_cause(first, emulator)})" if named else _cause(first, emulator)
+    print(f"omnilearn: rank {order[0]} failed first{where}: {cause}", file=sys.stderr)
+    if lines:
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
+    for rank in others:
+        words = _exception(_tail(stderrs.get(failures[rank].local_rank, "")))
+        print(
+            f"omnilearn: then rank {rank}: {(words or _cause(failures[rank], emulator))[:200]}",
+            file=sys.stderr,
+        )
+    print(f"omnilearn: all workers were ended. {logs}", file=sys.stderr)
+    return max(1, int(first.exitcode))
+
+
+def _cause(failure: Any, emulator: Emulator) -> str:
+    if failure.exitcode >= 0:
+        return f"exit code {failure.exitcode}"
+    if failure.exitcode == -signal.SIGKILL and emulator.out_of_memory(failure.local_rank):
+        limit = emulator.limits[failure.local_rank].memory or 0
+        return f"out of memory, killed by the kernel at its emulated limit of {units.show_size(limit)}"
+    hint = " (out of memory? the kernel kills so)" if failure.exitcode == -signal.SIGKILL else ""
+    return f"killed by {failure.signal_name()}{hint}"
+
+
+def _tail(path: str) -> list[str]:
+    """The end of a stderr file: from the last traceback on, if it has one."""
+    try:
+        lines = Path(path).read_text(errors="replace").rstrip().splitlines()
+    except OSError:
+        return []
+    starts = [k for k, line in enumerate(lines) if TRACEBACK.match(line)]
+    while len(starts) > 1 and any(CHAINED in line for line in lines[starts[-2] : starts[-1]]):
+        starts.pop()
+    block = lines[starts[-1] :] if starts else lines
+    return [re.sub(r"^\[rank\d+\]: ", "", line) for line in block[-SHOWN:]]
+
+
+def _exception(lines: Sequence[str]) -> str:
+    """The last line of a traceback that names the exception; "" if there is none."""
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    return named[-1] if lines and TRACEBACK.match(lines[0]) and named else ""

@@ -1,0 +1,219 @@
+"""``omnilearn run``: torchrun's options, a log folder, and an emulated cluster if asked.
+
+Everything that can be wrong in the arguments is said before a process starts (exit code 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from omnilearn.cluster import emulation as emulations
+from omnilearn.cluster import rendezvous
+from omnilearn.cluster.emulator import Emulator
+from omnilearn.cluster.launch import Interrupted, launch, signals_raise
+from omnilearn.cluster.resources import cores
+from omnilearn.errors import InfeasibleError, UsageError
+
+USAGE = "omnilearn run [--nproc N] [--emulate SPEC] [--log-dir DIR] [torchrun's options] script.py [arguments]"
+
+DESCRIPTION = """\
+Start a training script on several workers: torchrun inside, with its options. Each worker's lines carry its
+rank; if one fails, its error is shown and all end; Ctrl-C ends all (after 5 seconds by force)."""
+
+EPILOG = """\
+examples:
+  omnilearn run --nproc 4 train.py --epochs 10        four workers on this machine
+  omnilearn run --nproc gpu train.py                  one worker for each card
+  omnilearn run --emulate HL8 train.py                four unequal workers, fastest = 8 × slowest
+  omnilearn run --emulate 1,1,2 train.py              three workers, their cores in this ratio
+  omnilearn run --emulate cpu=0.5,1.2 train.py        two workers with so many cores
+  omnilearn run --emulate mps=25,75 train.py          two workers share a card (CUDA MPS, percent)
+  omnilearn run --emulate cluster.toml train.py       CPU, memory, network, changes (docs/launch.md)
+  omnilearn run -m package.train                      a module
+
+several hosts (the same command on each; HOST is any one of them):
+  omnilearn run --nnodes 2 --nproc 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id job1 train.py
+
+workers find in their environment, besides torchrun's variables: OMNILEARN_LOG_DIR, and when emulated
+OMNILEARN_EMULATE (what is played) and OMNILEARN_PROGRESS (a file for the step, for schedules by step)
+
+exit codes: 0 success, 2 wrong use, 130 interrupted, else that of the worker that failed first"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    try:
+        # torch reads it once, while it is imported: no C++ stack traces from the launcher; workers keep theirs.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from torch.distributed.run import get_args_parser
+    except ImportError:
+        parser.error("omnilearn run needs PyTorch: pip install 'omnilearn-train[torch]'")
+    finally:
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    parser.usage, parser.description, parser.epilog = USAGE, DESCRIPTION, EPILOG
+    ours = parser.add_argument_group("main options")
+    theirs = parser.add_argument_group("torchrun's options")
+    for action in get_args_parser()._actions:
+        if action.dest in ("help", "log_dir"):
+            continue
+        if action.dest == "nproc_per_node":
+            action.option_strings = ["--nproc", *action.option_strings]
+            action.help = "workers on this machine: a number, or auto, gpu, cpu (default: as the emulation says, or 1)"
+            action.metavar = "N"
+            action.default = os.environ.get("PET_NPROC_PER_NODE")
+            ours._add_action(action)
+        elif action.option_strings:
+            theirs._add_action(action)
+        else:
+            action.help = {"training_script": "the script to run", "training_script_args": "its arguments"}[action.dest]
+            parser._add_action(action)
+    ours.add_argument(
+        "--emulate", metavar="SPEC", help=f"play a heterogeneous cluster on this machine: {emulations.FORMS}"
+    )
+    ours.add_argument(
+        "--emulate-by",
+        choices=("auto", "cgroup", "affinity", "throttle"),
+        default="auto",
+        help="how CPU shares are enforced (default: the best this machine allows)",
+    )
+    ours.add_argument(
+        "--log-dir", "--log_dir", metavar="DIR", help="where logs and events go (default: runs/DATE-TIME)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    before = dict(os.environ)
+    try:
+        with signals_raise():
+            return _main(args)
+    except (UsageError, InfeasibleError) as error:
+        print(f"omnilearn run: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as error:
+        print(f"omnilearn: ended by {error}", file=sys.stderr)
+        return 128 + error.number
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _main(args: argparse.Namespace) -> int:
+    from torch.distributed.run import config_from_args, determine_local_world_size
+
+    _check_script(args)
+    single = _check_nodes(args)
+    try:
+        nproc = None if args.nproc_per_node is None else int(determine_local_world_size(args.nproc_per_node))
+    except ValueError as error:
+        raise UsageError(f"--nproc {args.nproc_per_node}: {error}") from error
+    if nproc is not None and nproc < 1:
+        raise UsageError(f"--nproc {nproc}: at least one worker is needed")
+    emulation = _emulation(args, nproc, single)
+    args.nproc_per_node = str(emulation.nproc)
+    log_dir = _make_log_dir(args.log_dir)
+    args.log_dir = str(log_dir / "logs")
+    if args.redirects == "0" and args.tee == "0":
+        args.tee = "3"
+    if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        args.shutdown_timeout = 5
+    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
+        if single:
+            # A free port on this machine, as torchrun --standalone; the workers' way to it may be a bridge.
+            args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", "run"
+            args.local_addr = args.local_addr or emulator.host_address
+        elif args.nnodes not in ("1", "1:1"):
+            _meet(args)
+        os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
+        # torchrun would set 1 and warn; emulated workers get their own number on the way in.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
+        try:
+            config, command, arguments = config_from_args(args)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise UsageError(str(error)) from error
+        if not isinstance(command, str) and args.emulate:
+            raise UsageError("--run-path starts no program of its own, so it cannot be emulated: leave it out")
+        return launch(config, command, arguments, emulator, log_dir)
+
+
+def _meet(args: argparse.Namespace) -> None:
+    """Fill in what torchrun would guess from the hostname: who is the meeting place, and how we are reached."""
+    endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    address = args.local_addr or rendezvous.local_address(endpoint)
+    if args.rdzv_backend == "c10d":
+        host = rendezvous.is_host(endpoint)
+        if host is not None and "is_host" not in args.rdzv_conf:
+            args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={int(host)}"]))
+        args.local_addr = address
+    name = rendezvous.interface(address) if address else None
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _say(line: str) -> None:
+    print(f"omnilearn: {line}", file=sys.__stderr__, flush=True)
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    script = args.training_script
+    if args.module:
+        top = script.partition(".")[0]
+        if not any((Path(top + end)).exists() for end in ("", ".py")) and importlib.util.find_spec(top) is None:
+            raise UsageError(f"module {script!r} was not found: is the current folder right?")
+    elif args.no_python:
+        if shutil.which(script) is None:
+            raise UsageError(f"program {script!r} was not found, or may not be executed")
+    elif not Path(script).is_file():
+        raise UsageError(
+            f"script {script!r} was not found in {os.getcwd()}: check the path (a module needs -m, and "
+            "options of omnilearn come before the script)"
+        )
+
+
+def _check_nodes(args: argparse.Namespace) -> bool:
+    """Whether this machine is the whole cluster and no meeting place was named."""
+    named = bool(args.rdzv_endpoint) or args.master_port is not None
+    if args.nnodes in ("1", "1:1"):
+        return args.standalone or not named
+    if not named:
+        raise UsageError(
+            f"--nnodes {args.nnodes} needs a place to meet: --rdzv-backend c10d --rdzv-endpoint HOST:PORT on "
+            "every host, or --node-rank, --master-addr and --master-port"
+        )
+    return False
+
+
+def _emulation(args: argparse.Namespace, nproc: int | None, single: bool) -> emulations.Emulation:
+    if args.emulate is None:
+        return emulations.Emulation("none", (emulations.Worker(),) * (nproc or 1))
+    emulation = emulations.parse(args.emulate, nproc, cores())
+    if emulation.uses("bandwidth", "latency") and not single:
+        raise UsageError(
+            f"emulation {args.emulate!r} limits the network, which works on one machine only: leave "
+            "bandwidth and latency out, or --nnodes"
+        )
+    return emulation
+
+
+def _make_log_dir(asked: str | None) -> Path:
+    try:
+        if asked is not None:
+            Path(asked).mkdir(parents=True, exist_ok=True)
+            return Path(asked).resolve()
+        base = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        for n in range(1000):
+            folder = base if n == 0 else base.with_name(f"{base.name}-{n}")
+            try:
+                folder.mkdir(parents=True)
+                return folder.resolve()
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise UsageError(f"the log folder {asked or 'runs'!r} cannot be made: {error.strerror}") from error
+    raise UsageError("no free name below runs/: give --log-dir")

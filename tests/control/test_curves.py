@@ -1,0 +1,175 @@
+"""Lines fitted while training runs: usable at once, hard to fool, quick to forget."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnilearn.control import Curves
+from omnilearn.errors import InfeasibleError
+
+
+def fitted(alpha: float, beta: float, batches, noise: float = 0.0, seed: int = 0) -> Curves:
+    """One worker's line after measurements at these batches."""
+    random = np.random.default_rng(seed)
+    curves = Curves.guess([1.0])
+    for b in batches:
+        curves = curves.observe([b], [(alpha + beta * b) * (1 + noise * random.standard_normal())])
+    return curves
+
+
+def test_before_the_first_measurement_nominal_speeds_count() -> None:
+    times = Curves.guess([1.0, 4.0]).times([32, 32])
+    assert times[0] / times[1] == 4
+
+
+def test_the_first_measurement_sets_a_proportional_line() -> None:
+    curves = Curves.guess([1.0, 7.0]).observe([32, 16], [0.64, 0.8])
+    assert curves.alpha.tolist() == [0, 0]
+    np.testing.assert_allclose(curves.beta, [0.02, 0.05])
+    assert curves.seen.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.02, 0.0001), (0.1, 0.003), (0.0, 0.01), (0.15, 0.0014)])
+def test_alpha_and_beta_are_recovered(alpha: float, beta: float) -> None:
+    curves = fitted(alpha, beta, [32, 64, 16, 48] * 10)
+    np.testing.assert_allclose(curves.times([8, 32, 128]), alpha + beta * np.array([8, 32, 128]), rtol=0.01)
+    np.testing.assert_allclose(curves.alpha, alpha, atol=0.01 * (alpha + beta * 32))
+
+
+def test_alpha_and_beta_are_recovered_from_noise() -> None:
+    found = [fitted(0.1, 0.003, [16, 64, 32, 96] * 20, noise=0.05, seed=s) for s in range(20)]
+    assert np.median([c.alpha[0] for c in found]) == pytest.approx(0.1, rel=0.1)
+    assert np.median([c.beta[0] for c in found]) == pytest.approx(0.003, rel=0.1)
+
+
+def test_a_spike_barely_moves_the_line() -> None:
+    before = fitted(0.05, 0.002, [32, 64, 48, 40] * 5, noise=0.03)
+    spiked = before.observe([48], [10 * (0.05 + 0.002 * 48)])
+    np.testing.assert_array_equal(spiked.times([16, 48, 128]), before.times([16, 48, 128]))
+    after = spiked.observe([48], [0.05 + 0.002 * 48])  # and ordinary measurements are ordinary again
+    np.testing.assert_allclose(after.times([16, 48, 128]), before.times([16, 48, 128]), rtol=0.03)
+
+
+def test_spikes_now_and_then_barely_move_the_line() -> None:
+    curves, random = fitted(0.05, 0.002, [32, 64, 48, 40] * 5, noise=0.03), np.random.default_rng(1)
+    for i in range(100):
+        b = (32, 40, 48, 64)[i % 4]
+        spike = 10 if i % 10 == 5 else 1
+        curves = curves.observe([b], [spike * (0.05 + 0.002 * b) * (1 + 0.03 * random.standard_normal())])
+    np.testing.assert_allclose(curves.times([32, 64]), 0.05 + 0.002 * np.array([32, 64]), rtol=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0, 20.0])
+def test_a_change_of_speed_is_recognised_by_the_second_measurement(factor: float) -> None:
+    curves = fitted(0.05, 0.002, [32, 64, 48, 40] * 20, noise=0.03)
+    now = factor * (0.05 + 0.002 * np.array([24.0, 48, 96]))
+    for _ in range(2):
+        curves = curves.observe([48], [now[1]])
+    # The line keeps its shape and takes the new scale: known at other batches too.
+    np.testing.assert_allclose(curves.times([24, 48, 96]), now, rtol=0.06)
+
+
+def test_what_was_before_a_change_is_forgotten_at_once() -> None:
+    curves = fitted(0.05, 0.002, [32, 64, 48, 40] * 50)
+    for b in (48, 48, 32, 64, 48, 96):  # from now on another line, not just a multiple of the old one
+        curves = curves.observe([b], [0.02 + 0.02 * b])
+    np.testing.assert_allclose(curves.times([32, 64, 96]), 0.02 + 0.02 * np.array([32, 64, 96]), rtol=0.05)
+
+
+def test_spikes_on_both_sides_are_no_change() -> None:
+    before = fitted(0.05, 0.002, [32, 64, 48, 40] * 5)
+    after = before.observe([48], [1.46]).observe([48], [0.0146])
+    np.testing.assert_array_equal(after.times([32, 64]), before.times([32, 64]))
+
+
+def test_a_long_steady_phase_keeps_alpha() -> None:
+    known = fitted(0.1, 0.003, [16, 64, 32, 96] * 5)
+    random, curves = np.random.default_rng(3), known
+    for _ in range(2000):
+        curves = curves.observe([32], [0.196 * (1 + 0.05 * random.standard_normal())])
+    assert curves.alpha[0] == pytest.approx(0.1, rel=0.3)
+    assert curves.times([32])[0] == pytest.approx(0.196, rel=0.05)
+
+
+def test_uncertainty_of_alpha_falls_when_batches_differ() -> None:
+    never = Curves.guess([1.0]).alpha_uncertainty([32])
+    once, same, different = fitted(0.1, 0.003, [32]), fitted(0.1, 0.003, [32] * 8), fitted(0.1, 0.003, [32, 64] * 4)
+    assert np.isinf(never[0])
+    assert different.alpha_uncertainty([32])[0] < 0.2 < same.alpha_uncertainty([32])[0]
+    assert np.isfinite(once.alpha_uncertainty([32])[0])
+
+
+measurement = st.tuples(st.integers(0, 10**6), st.floats(-14, 9))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(measurement, measurement, measurement), min_size=1, max_size=30))
+def test_lines_are_lines_for_any_positive_data(rows) -> None:
+    curves = Curves.guess([1.0, 2.0, 1e12])
+    for row in rows:
+        curves = curves.observe([b for b, _ in row], [10.0**t for _, t in row])
+        for value in (curves.alpha, curves.beta, curves.noise, curves.suspect, *curves.info):
+            assert np.all(np.isfinite(value))
+        assert np.all(curves.alpha >= 0)
+        assert np.all(curves.beta > 0)
+        assert np.all(curves.noise > 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.permutations(range(4)))
+def test_workers_are_independent(seed: int, order: list[int]) -> None:
+    random = np.random.default_rng(seed)
+    here, there = Curves.guess([1.0] * 4), Curves.guess([1.0] * 4)
+    for _ in range(8):
+        b, t = random.integers(0, 50, 4), random.lognormal(size=4)
+        here, there = here.observe(b, t), there.observe(b[order], t[order])
+    for name in ("alpha", "beta", "noise", "suspect", "seen"):
+        np.testing.assert_array_equal(getattr(here, name)[order], getattr(there, name))
+
+
+def test_a_batch_of_zero_is_no_measurement() -> None:
+    before = fitted(0.05, 0.002, [32, 64])
+    after = before.observe([0], [float("nan")])
+    assert after.state_dict() == before.state_dict()
+
+
+def test_observing_changes_nothing_in_place() -> None:
+    before = fitted(0.05, 0.002, [32, 64])
+    saved = json.dumps(before.state_dict())
+    before.observe([16], [3.0])
+    assert json.dumps(before.state_dict()) == saved
+
+
+def test_scaled() -> None:
+    before = fitted(0.05, 0.002, [32, 64, 48])
+    after = before.scaled([3.0])
+    np.testing.assert_allclose(after.times([10, 50])[0], 3 * before.times([10, 50])[0])
+    np.testing.assert_allclose(after.alpha_uncertainty([32]), before.alpha_uncertainty([32]))
+
+
+def test_state_goes_through_json() -> None:
+    before = fitted(0.05, 0.002, [32, 64, 48], noise=0.1)
+    after = Curves.from_state(json.loads(json.dumps(before.state_dict())))
+    assert after.state_dict() == before.state_dict()
+    assert after.observe([20], [0.1]).state_dict() == before.observe([20], [0.1]).state_dict()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_bad_timings_are_named(seconds: float) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        Curves.guess([1.0, 1.0]).observe([8, 16], [0.1, seconds])
+    assert "worker 1" in str(caught.value)
+    assert str(seconds) in str(caught.value)
+    assert "batch 0" in str(caught.value)
+
+
+def test_wrong_number_of_measurements() -> None:
+    with pytest.raises(InfeasibleError, match="2 workers"):
+        Curves.guess([1.0, 1.0]).observe([8], [0.1])
+    with pytest.raises(InfeasibleError, match="worker 0"):
+        Curves.guess([1.0, 1.0]).observe([-8, 8], [0.1, 0.1])

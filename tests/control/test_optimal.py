@@ -1,0 +1,280 @@
+"""The default policy on clusters with known curves: how near the optimum, how soon, how calm, and who is parked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
+from omnilearn.control import Optimal, Problem, Report
+from omnilearn.control.optimal import OptimalState, expected_cost
+
+SEEDS, LONG, REPLANS, FIRST = 20, 8, 50, 4  # so many runs, and so many of them go on after the first re-plans
+GPU_AND_CORES = CLUSTERS[1]
+by_name = pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
+
+
+@pytest.fixture(scope="module")
+def histories() -> Callable[[Cluster], list[list[Replan]]]:
+    """Runs with 5% noise from a uniform start, one per seed, each cluster simulated once."""
+    done: dict[str, list[list[Replan]]] = {}
+
+    def of(cluster: Cluster) -> list[list[Replan]]:
+        if cluster.name not in done:
+            policy = Optimal(first="uniform")
+            done[cluster.name] = [
+                simulate(cluster, policy, REPLANS if seed < LONG else FIRST, seed=seed) for seed in range(SEEDS)
+            ]
+        return done[cluster.name]
+
+    return of
+
+
+def reached(cluster: Cluster, after: Replan) -> float:
+    return cluster.optimum / cluster.time(after.state.plan.batches)
+
+
+@by_name
+def test_near_the_optimum_after_four_replans(cluster: Cluster, histories) -> None:
+    runs = histories(cluster)
+    best = [max(reached(cluster, replan) for replan in run[:FIRST]) for run in runs]
+    assert np.mean(np.array(best) >= 0.97) >= 0.9
+    assert np.median([reached(cluster, run[FIRST - 1]) for run in runs]) >= 0.97
+
+
+@by_name
+def test_near_the_optimum_in_the_end(cluster: Cluster, histories) -> None:
+    ends = [reached(cluster, run[-1]) for run in histories(cluster)[:LONG]]
+    assert np.median(ends) >= 0.97
+    assert min(ends) >= 0.95
+
+
+@by_name
+def test_batches_do_not_flutter(cluster: Cluster, histories) -> None:
+    """At most one in twenty later re-plans changes anything; a parking that is tried and taken back counts as two."""
+    changed = [replan.changed for run in histories(cluster)[:LONG] for replan in run[FIRST:]]
+    assert np.mean(changed) <= 0.05
+
+
+@pytest.mark.parametrize("cluster", [CLUSTERS[0], CLUSTERS[2], CLUSTERS[3]], ids=lambda c: c.name)
+def test_a_worker_that_turns_slow(cluster: Cluster) -> None:
+    for worker in range(len(cluster.alpha)):
+        slow = cluster.slowed(worker, 4.0)
+
+        def change(replan: int, now: Cluster, slow: Cluster = slow) -> Cluster:
+            return slow if replan >= 10 else now
+
+        runs = [simulate(cluster, Optimal(first="uniform"), 13, seed=seed, at=change) for seed in range(5)]
+        assert np.median([reached(slow, run[-1]) for run in runs]) >= 0.90, f"worker {worker}"
+
+
+def test_without_noise_the_optimum_is_found_and_kept() -> None:
+    for cluster in CLUSTERS:
+        run = simulate(cluster, Optimal(first="uniform"), 30, noise=0.0)
+        assert reached(cluster, run[-1]) >= 0.98
+        assert not any(replan.changed for replan in run[20:])
+
+
+def test_equal_machines_stay_equal() -> None:
+    cluster = Cluster("equal", (0.05,) * 4, (0.002,) * 4, (0, 0, 0.002, 0.003, 0.004), 256)
+    for seed in range(5):
+        run = simulate(cluster, Optimal(), 40, seed=seed)
+        # Looking for the curves costs a little in the first steps, and nothing after that.
+        assert np.mean([replan.fraction for replan in run[10:]]) >= 0.97
+        assert sum(replan.changed for replan in run[10:]) <= 2  # a parking tried and taken back
+
+
+# Parking: propose, try, keep only what the measured step time confirms
+
+
+class Lab:
+    """Runs a policy for as many steps as it asks for between reports, with ``seconds(batches)`` in place of workers."""
+
+    def __init__(self, problem: Problem, seconds: Callable[[np.ndarray], np.ndarray], policy: Optimal) -> None:
+        self.problem, self.seconds, self.policy = problem, seconds, policy
+        self.state: OptimalState = policy.start(problem)
+        self.spent = 0.0
+        self.steps = 0
+        self.log: list[tuple[int, tuple[int, ...], str]] = []
+
+    def run(self, steps: int, pulse: list[float] | None = None) -> None:
+        end = self.steps + steps
+        while self.steps < end:
+            b = np.asarray(self.state.plan.batches)
+            busy, rows = self.seconds(b), self.state.interval
+            wait = np.where(b > 0, busy[b > 0].max() - busy, 0.0)
+            before = self.state.plan
+            self.spent += rows * float(busy[b > 0].max())
+            self.steps += rows
+            report = Report.of(np.tile(b, (rows, 1)), np.tile(busy, (rows, 1)), np.tile(wait, (rows, 1)), pulse=pulse)
+            self.state = self.policy.update(self.problem, self.state, report)
+            self.problem.check(np.asarray(self.state.plan.batches))
+            if self.state.plan != before:
+                self.log.append((self.steps, self.state.plan.batches, self.state.plan.reason))
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        return self.state.plan.active
+
+
+def line(alpha: list[float], beta: list[float]) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda b: np.asarray(alpha) + np.asarray(beta) * b
+
+
+def test_a_confirmed_parking_is_kept() -> None:
+    lab = Lab(Problem.of(128, workers=2), line([0.02, 0.12], [0.00002, 0.003]), Optimal(first="uniform"))
+    lab.run(100)
+    assert lab.active == (0,)
+    assert lab.state.plan.reason == "park: kept"
+    assert lab.state.trial is None
+    assert [reason for _, _, reason in lab.log if "back" in reason] == []
+
+
+def test_a_refuted_parking_is_taken_back_and_not_tried_again_at_once() -> None:
+    """The curves say that two are faster alone; in truth each is five times slower without the third."""
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        alone = 5.0 if b[2] == 0 else 1.0
+        return alone * (np.array([0.05, 0.05, 0.3]) + np.array([0.001, 0.001, 0.004]) * b)
+
+    lab = Lab(Problem.of(96, workers=3), seconds, Optimal(first="uniform"))
+    lab.run(60)
+    assert lab.active == (0, 1, 2)
+    tries = [(step, batches) for step, batches, reason in lab.log if reason == "park: try"]
+    backs = [step for step, _, reason in lab.log if reason == "tried, slower: back"]
+    assert tries, "the curves should have proposed a parking"
+    assert len(backs) == len(tries)
+    lab.run(900)
+    tries = [(step, tuple(np.flatnonzero(batches))) for step, batches, reason in lab.log if "try" in reason]
+    backs = [step for step, _, reason in lab.log if reason == "tried, slower: back"]
+    assert lab.active == (0, 1, 2)
+    for workers in {w for _, w in tries}:
+        # The same set again: not within 50 steps, and after a longer time from one refutation to the next.
+        at = [step for step, w in tries if w == workers]
+        waits = np.diff(at)
+        assert np.all(waits > 50)
+        assert np.all(np.diff(waits) > 0)
+
+
+def parked_lab() -> Lab:
+    lab = Lab(Problem.of(128, workers=2), line([0.02, 0.12], [0.0002, 0.003]), Optimal(first="uniform"))
+    lab.run(100)
+    assert lab.active == (0,)
+    return lab
+
+
+def test_a_parked_worker_comes_back_when_its_pulse_says_it_is_fast() -> None:
+    lab = parked_lab()
+    lab.seconds = line([0.02, 0.12 / 20], [0.0002, 0.003 / 20])
+    lab.run(2, pulse=[1.0, 20.0])
+    assert lab.state.plan.reason == "unpark: try"
+    lab.run(60)
+    assert lab.active == (0, 1)
+    assert lab.state.trial is None
+
+
+def test_a_pulse_that_lies_is_found_out() -> None:
+    lab = parked_lab()
+    lab.run(2, pulse=[1.0, 20.0])
+    assert lab.active == (0, 1)
+    lab.run(60)
+    assert lab.active == (0,)
+
+
+def test_the_same_pulse_twice_is_the_same_news() -> None:
+    """A pulse is relative to when the worker last took part: reported again and again it is no further change."""
+    once, often = parked_lab(), parked_lab()
+    once.run(2, pulse=[1.0, 1.2])
+    often.run(200, pulse=[1.0, 1.2])
+    np.testing.assert_allclose(often.state.curves.beta[1], once.state.curves.beta[1])
+    assert often.active == (0,)
+    often.run(2, pulse=[1.0, 1.0])  # and back at its old speed it has its old curve
+    np.testing.assert_allclose(often.state.curves.beta[1], once.state.curves.beta[1] * 1.2)
+
+
+def test_the_parked_are_asked_again_within_the_probe_budget() -> None:
+    lab = parked_lab()
+    lab.spent, start = 0.0, lab.steps
+    lab.run(5_000)
+    asked = [step for step, _, reason in lab.log if reason == "ask the parked again"]
+    assert len(asked) >= 2, "a worker nobody hears of must be asked"
+    assert lab.active == (0,)
+    alone = (0.02 + 0.0002 * 128) * (lab.steps - start)
+    assert lab.spent <= 1.0075 * alone
+
+
+def test_a_parked_worker_that_became_fast_unnoticed_is_found_by_asking() -> None:
+    lab = parked_lab()
+    lab.seconds = line([0.02, 0.006], [0.0002, 0.00015])
+    lab.run(1_500)
+    assert lab.active == (0, 1)
+
+
+def test_those_parked_from_the_start_are_asked_too() -> None:
+    """Minimums leave room for two of four, and the nominal speeds were wrong: the two best are found."""
+    alpha, beta = [0.05, 0.05, 0.01, 0.01], [0.01, 0.01, 0.001, 0.001]
+    problem = Problem.of(32, speeds=[2.0, 2.0, 1.0, 1.0], minimum=16)
+    lab = Lab(problem, line(alpha, beta), Optimal())
+    assert lab.active == (0, 1)
+    lab.run(800)
+    assert lab.active in ((2, 3), (2,), (3,))
+
+
+def test_nobody_is_parked_where_parking_is_off() -> None:
+    problem = Problem.of(128, workers=2, park=False)
+    lab = Lab(problem, line([0.02, 0.12], [0.00002, 0.003]), Optimal(first="uniform"))
+    lab.run(200)
+    assert lab.state.plan.batches == (127, 1)
+
+
+def test_all_but_one_parked_and_the_last_one_turns_slow() -> None:
+    lab = parked_lab()
+    lab.seconds = line([2.0, 0.12], [0.02, 0.003])  # a hundred times slower than it was
+    lab.run(60)
+    assert lab.active == (1,)
+
+
+# The rest
+
+
+def test_reports_ask_for_a_sensible_number_of_steps() -> None:
+    lab = parked_lab()
+    assert 4 <= lab.state.interval <= 32
+    lab.seconds = line([0.2, 0.12], [0.002, 0.003])
+    lab.run(lab.state.interval)
+    assert lab.state.interval == 2  # something moves: look closely
+
+
+def test_memory_goes_through_json_and_goes_on_alike() -> None:
+    cluster = CLUSTERS[0]
+    state = simulate(cluster, Optimal(first="uniform"), 12)[-1].state
+    policy = Optimal(first="uniform")
+    again = policy.restore(cluster.problem, json.loads(json.dumps(state.state_dict())))
+    assert again.plan.batches == state.plan.batches
+    assert again.curves.state_dict() == state.curves.state_dict()
+    assert again.reduce_cost == state.reduce_cost
+    report = cluster.run(state.plan.batches, 5, 0.05, np.random.default_rng(3))
+    twice = [policy.update(cluster.problem, policy.restore(cluster.problem, state.state_dict()), report) for _ in "ab"]
+    assert twice[0].plan == twice[1].plan
+    assert reached(cluster, Replan(0, False, twice[0])) >= 0.9  # it starts from what it knew, not from nothing
+
+
+def test_a_report_without_steps_changes_no_plan() -> None:
+    cluster = CLUSTERS[3]
+    for run in (simulate(cluster, Optimal(first="uniform"), n)[-1].state for n in (1, 3, 10)):
+        state = replace(run, settled=9)
+        nothing = np.empty((0, 4))
+        after = Optimal().update(cluster.problem, state, Report.of(nothing, nothing))
+        cluster.problem.check(np.asarray(after.plan.batches))
+        assert after.steps == state.steps
+
+
+def test_reduction_cost_is_filled_in_between_and_never_falls() -> None:
+    assert expected_cost((None, 0.0, None, None)).tolist() == [0, 0, 0, 0]
+    assert expected_cost((None, 0.0, None, 0.2, None)).tolist() == pytest.approx([0, 0, 0.1, 0.2, 0.3])
+    assert expected_cost((None, 0.0, 0.3, 0.2)).tolist() == pytest.approx([0, 0, 0.3, 0.3])
+    assert GPU_AND_CORES.reduce_cost[1] == 0
