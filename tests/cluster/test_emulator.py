@@ -143,15 +143,15 @@ def test_mps_without_a_card_is_refused_with_nothing_left(monkeypatch: pytest.Mon
 
 def test_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    workers = (Worker(cpu=0.2), Worker(cpu=1.2, device="cpu"))
-    later = (Change(((0, Worker(cpu=0.4)),), at_step=9),)
+    workers = (Worker(cpu=0.2), Worker(cpu=1.7, device="cpu"))
+    later = (Change(((0, Worker(cpu=2.4)),), at_step=9),)
     with Emulator(Emulation("test", workers, later), by="throttle") as emulator:
-        assert emulator.environment(0)["OMP_NUM_THREADS"] == "1"
-        assert emulator.environment(1)["OMP_NUM_THREADS"] == "2"
+        assert emulator.environment(0)["OMP_NUM_THREADS"] == "2"
+        assert emulator.environment(1)["OMP_NUM_THREADS"] == "1"
         assert emulator.environment(1)["OMNILEARN_DEVICE"] == "cpu"
         code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['OMNILEARN_EMULATE'])"
         seen = subprocess.check_output(emulator.command(1, [sys.executable, "-c", code]), text=True, timeout=30)
-        assert seen.startswith("2 test: ")
+        assert seen.startswith("1 test: ")
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
         assert "OMP_NUM_THREADS" not in emulator.environment(1)
 

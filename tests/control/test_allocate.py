@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from control_helpers import brute_force, problems, reordered
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from control_helpers import brute_force, problems, reordered
 
 from omnilearn.control import Problem, allocate, step_time
 from omnilearn.errors import InfeasibleError

@@ -100,7 +100,7 @@ def test_policies_by_name_or_object() -> None:
         assert type(control.policy(name)) is kind
     mine = control.Optimal(gain=0.1)
     assert control.policy(mine) is mine
-    with pytest.raises(InfeasibleError, match="'best'.*optimal, proportional, static, uniform"):
+    with pytest.raises(InfeasibleError, match=r"'best'.*optimal, proportional, static, uniform"):
         control.policy("best")
     with pytest.raises(InfeasibleError, match="int"):
         control.policy(3)  # type: ignore[arg-type]

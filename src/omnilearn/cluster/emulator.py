@@ -193,7 +193,8 @@ class Emulator:
             variables["OMNILEARN_EMULATE"] = str(self.emulation)
         if limits.cpu is not None and "OMP_NUM_THREADS" not in os.environ:
             later = [new.cpu for c in self.emulation.changes for k, new in c.values if k == rank and new.cpu]
-            variables["OMP_NUM_THREADS"] = str(max(1, math.ceil(max([limits.cpu, *later]) - 1e-6)))
+            # Whole cores only: threads that share a quota hold each other up at every barrier.
+            variables["OMP_NUM_THREADS"] = str(max(1, math.floor(max([limits.cpu, *later]) + 1e-6)))
         if limits.device is not None:
             variables["OMNILEARN_DEVICE"] = limits.device
             if limits.device == "cpu":

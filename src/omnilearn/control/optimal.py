@@ -177,7 +177,9 @@ class Optimal:
                 others = tuple(sorted(active ^ {k}))
                 if others and _feasible(problem, others):
                     candidates.append(_over(problem, curves, others))
-        for candidate in sorted(candidates, key=lambda b: _time(b, curves, cost)):
+        if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
+            candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
+        for candidate in candidates:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
@@ -252,7 +254,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
         curves = curves.observe(np.where(measured, batches, 0), busy)
         n = int((batches > 0).sum())
-        if measured.sum() == n:
+        if 0 < n == measured.sum():
             # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
             # late now and then.
             step = float((busy + wait)[measured].max())

@@ -1,0 +1,63 @@
+"""``omnilearn bench NAME``: finds the benchmark, runs it, prints its tables and writes its record.
+
+Each benchmark is a module with ``add_arguments(parser)`` and ``run(args) -> Record``, imported only when it is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any
+
+BENCHMARKS = {
+    "control": ("omnilearn.bench.control", "how fast are batches planned, and how near the optimum do they end?"),
+}
+
+DESCRIPTION = """\
+Measure OmniLearn on this machine. Every benchmark prints tables and can write its numbers as JSON.
+Progress goes to stderr, tables to stdout."""
+
+EPILOG = """\
+examples:
+  omnilearn bench control                        all of it, about a minute
+  omnilearn bench control --quick                a rough look, some seconds
+  omnilearn bench control --json results.json    keep the numbers
+  omnilearn bench control --help                 all options of a benchmark
+
+Other programs on the machine spoil times: close them, and believe ratios rather than seconds."""
+
+
+class _Lazy(argparse.ArgumentParser):
+    """A parser that asks its benchmark for its arguments only when that benchmark was chosen."""
+
+    module = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.module:
+            import_module(self.module).add_arguments(self)
+            self.module = ""
+        return super().parse_known_args(args, namespace)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.set_defaults(bench_help=parser.print_help)
+    names = parser.add_subparsers(dest="bench", metavar="BENCHMARK", title="benchmarks", parser_class=_Lazy)
+    for name, (module, summary) in BENCHMARKS.items():
+        sub = names.add_parser(name, help=summary, description=f"{name}: {summary}")
+        sub.module = module
+        sub.add_argument("--json", metavar="PATH", help="also write the numbers to this file (folders are made)")
+        sub.add_argument("--quick", action="store_true", help="fewer repeats: some seconds, rough numbers")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.bench is None:
+        args.bench_help(sys.stderr)
+        return 2
+    record = import_module(BENCHMARKS[args.bench][0]).run(args)
+    record.show()
+    if args.json:
+        record.write(args.json)
+        print(f"written: {args.json}", file=sys.stderr)
+    return 0
