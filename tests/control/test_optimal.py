@@ -13,7 +13,7 @@ from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
 from omnilearn.control.optimal import OptimalState, expected_cost
 
-SEEDS, LONG, REPLANS, FIRST = 20, 8, 50, 4  # so many runs, and so many of them go on after the first re-plans
+SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
 GPU_AND_CORES = CLUSTERS[1]
 by_name = pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
 

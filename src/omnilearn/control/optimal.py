@@ -41,7 +41,6 @@ class Trial:
 
     before: Plan
     baseline: float
-    times: tuple[float, ...] = ()
     rebalances: int = 2
 
 
@@ -68,8 +67,9 @@ class OptimalState(State):
     pulse: tuple[float, ...] = ()  # pulses that are in the curves already
 
     def state_dict(self) -> dict[str, Any]:
+        kept = self if self.trial is None else replace(self, plan=self.trial.before, trial=None)  # not judged yet
         return {
-            **super().state_dict(),
+            **State.state_dict(kept),
             "curves": self.curves.state_dict(),
             "reduce_cost": list(self.reduce_cost),
         }
@@ -183,7 +183,8 @@ class Optimal:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
-            least = 0.02 if fewer else max(0.03, self._worth(curves, workers))
+            early = state.steps <= 2 * LEARNING
+            least = (0.02 if early else 0.04) if fewer else max(0.03, self._worth(curves, workers))
             if workers == state.plan.active or 1 - _time(candidate, curves, cost) / now < least:
                 continue
             if workers in refused and state.steps < refused[workers].until:

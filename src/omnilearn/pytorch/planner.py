@@ -160,7 +160,7 @@ class Planner:
 
 
 class _Pulse:
-    """A parked worker's own speed, now and then, relative to when it was parked."""
+    """A parked worker's own speed, looked at now and then, relative to when it was parked."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -168,21 +168,19 @@ class _Pulse:
 
     def forget(self) -> float:
         self._reference: float | None = None
-        self._suspect = False
-        self._last = 0.0
-        return 1.0
+        self._ratio, self._suspect, self._last = 1.0, False, 0.0
+        return self._ratio
 
     def look(self) -> float:
         if time.monotonic() - self._last < PULSE_EVERY:
-            return 1.0
+            return self._ratio
         speed = measure_flops(self._device)
         self._last = time.monotonic()
         if self._reference is None:
             self._reference = speed
         ratio = speed / self._reference
-        changed = not 1 / PULSE_CHANGE < ratio < PULSE_CHANGE
-        confirmed, self._suspect = changed and self._suspect, changed and not self._suspect
-        if not confirmed:
-            return 1.0
-        self._reference = speed
-        return ratio
+        changed = not 1 / PULSE_CHANGE < ratio / self._ratio < PULSE_CHANGE
+        if changed and self._suspect:
+            self._ratio = ratio
+        self._suspect = changed and not self._suspect
+        return self._ratio
