@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from cluster_helpers import needs_network, run
 
 from omnilearn.cluster import netns
@@ -104,7 +105,8 @@ def test_the_launcher_reaches_workers_in_namespaces(tmp_path: Path) -> None:
 
 
 @needs_network
-def test_two_hosts_meet_though_their_names_mean_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["c10d", "static"])
+def test_two_hosts_meet_though_their_names_mean_nothing(tmp_path: Path, way: str) -> None:
     """Two namespaces play two hosts; both hostnames resolve to the loopback address, as on many machines."""
     (tmp_path / "train.py").write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -117,11 +119,15 @@ def test_two_hosts_meet_though_their_names_mean_nothing(tmp_path: Path) -> None:
     name = new_name()
     try:
         network = netns.Network(name, [Worker()] * 2)
-        endpoint = f"{network.addresses[0]}:29400"  # a port of the namespace's own
-        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"]
+        first, port = network.addresses[0], "29400"  # a port of the namespace's own
+        meet = {
+            "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{port}", "--rdzv-id", "test"],
+            "static": ["--master-addr", first, "--master-port", port],
+        }[way]
         hosts = [
             subprocess.Popen(
-                ["ip", "netns", "exec", f"{name}-{k}", sys.executable, "-m", "omnilearn", "run", *meet, "train.py"],
+                ["ip", "netns", "exec", f"{name}-{k}", sys.executable, "-m", "omnilearn", "run", "--nnodes", "2", *meet]
+                + (["--node-rank", str(k), "train.py"] if way == "static" else ["train.py"]),
                 cwd=tmp_path,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

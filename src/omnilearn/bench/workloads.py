@@ -116,7 +116,7 @@ def _digits(train: bool) -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError("the digits need scikit-learn: pip install 'omnilearn-train[demo]'") from error
+        raise UsageError("the digits need scikit-learn: pip install -e '.[demo]' in a checkout of OmniLearn") from error
     raw = load_digits()
     x = torch.as_tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.as_tensor(raw.target, dtype=torch.long)

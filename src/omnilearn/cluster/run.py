@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from torch.distributed.run import get_args_parser
     except ImportError:
-        parser.error("omnilearn run needs PyTorch: pip install 'omnilearn-train[torch]'")
+        parser.error("omnilearn run needs PyTorch: pip install -e '.[torch]' in a checkout of OmniLearn")
     finally:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
