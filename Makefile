@@ -1,11 +1,12 @@
 # make demo   set up and show OmniLearn on an emulated heterogeneous cluster
 # make test   set up and run all tests
+# make results   write docs/results.md from docs/results/*.json
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup test lint format demo bench clean
+.PHONY: help setup test lint format demo bench results clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -35,6 +36,9 @@ demo: $(READY)
 
 bench: $(READY)
 	$(BIN)/omnilearn bench control --json docs/results/control.json
+
+results: $(READY)
+	$(BIN)/python -m omnilearn.bench.results $(wildcard docs/results/*.json) > docs/results.md
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ Functions must be importable. Each run has its own store on a free port, hosted 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -40,6 +41,7 @@ def _serve(pipe: Connection) -> None:
             outcome = ("failed", (type(error).__name__, "".join(traceback.format_exception(error))))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        gc.collect()  # persistent DataLoader workers end with their loader
         pipe.send(outcome)
 
 
@@ -77,7 +79,10 @@ class Gang:
             if not ready:
                 late = [rank for rank in range(size) if rank not in outcomes]
                 self.close(kill=True)
-                raise AssertionError(f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s")
+                said = {rank: value for rank, (how, value) in outcomes.items() if how == "failed"}
+                raise AssertionError(
+                    f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s; others: {WorkerError(said)}"
+                )
             for pipe in ready:
                 rank = next(r for r, (_, p) in enumerate(members) if p is pipe)
                 outcomes[rank] = pipe.recv()

@@ -15,6 +15,7 @@ from omnilearn import __version__
 from omnilearn.errors import OmniLearnError
 
 COMMANDS = {
+    "demo": ("omnilearn.demo.command", "see it work on this machine (two minutes)"),
     "bench": ("omnilearn.bench.command", "measure: how fast, and how near the limit?"),
     "run": ("omnilearn.cluster.run", "start a training script on several workers"),
 }

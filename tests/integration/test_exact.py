@@ -19,21 +19,23 @@ SIZE, FEATURES = 53, 6
 class Script:
     """A policy that follows a fixed list of plans, one per report, whatever is measured."""
 
-    def __init__(self, plans: Sequence[Sequence[int]]) -> None:
-        self.plans = [tuple(plan) for plan in plans]
+    def __init__(self, plans: Sequence[Sequence[int]], interval: int = 1) -> None:
+        self.plans, self.interval = [tuple(plan) for plan in plans], interval
 
     def __repr__(self) -> str:
         return f"Script({self.plans})"
 
     def start(self, problem: Problem) -> State:
-        return State(Plan(self.plans[0]), interval=1)
+        return self._at(0)
 
     def update(self, problem: Problem, state: State, report: Report) -> State:
-        at = self.plans.index(state.plan.batches)
-        return State(Plan(self.plans[min(at + 1, len(self.plans) - 1)]), interval=1)
+        return self._at(min(int(state.plan.reason) + 1, len(self.plans) - 1))
 
     def restore(self, problem: Problem, saved: dict[str, Any]) -> State:
-        return State(Plan(tuple(saved["batches"])), interval=1)
+        return self._at(int(saved["reason"]))
+
+    def _at(self, number: int) -> State:
+        return State(Plan(self.plans[number], reason=str(number)), interval=self.interval)
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -112,7 +114,7 @@ def together(
                 opt.step()
                 opt.zero_grad()
                 seen.append(len(x))
-                sizes.append(omni.plan.batches)
+                sizes.append(omni._engine.piece.share.sizes)
         return [p.detach().clone() for p in model.parameters()], seen, sizes
 
 
@@ -157,9 +159,9 @@ def test_accumulation(gang: Gang, by_token: bool) -> None:
 
 def test_parking_and_coming_back(gang: Gang) -> None:
     plans = [[8, 4, 4], [16, 0, 0], [8, 0, 8], [0, 0, 16], [0, 16, 0], [6, 5, 5]]
-    results = check(gang, plans, "adam", epochs=4)
-    followed = {plan for _, _, sizes in results for plan in sizes}
-    assert followed == {tuple(plan) for plan in plans}, "every set of workers was really in force"
+    results = check(gang, [plan for plan in plans for _ in range(2)], "adam", epochs=4)
+    followed = {tuple(map(bool, plan)) for _, _, sizes in results for plan in sizes}
+    assert followed == {tuple(map(bool, plan)) for plan in plans}, "every set of workers was really in force"
 
 
 @pytest.mark.parametrize("workers", [1, 3])

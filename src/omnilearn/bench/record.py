@@ -138,7 +138,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, file: TextIO
     """Print a table with rich where it is installed, else in plain text. Numbers stand to the right."""
     out = file if file is not None else sys.stdout
     names = [column.replace("_", " ") for column in columns]
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [[cell(value) for value in row] for row in rows]
     right = [all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(names))]
     try:
         from rich import box
@@ -162,7 +162,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, file: TextIO
     console.print(rich_table)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as tables show it."""
     if value is None or (isinstance(value, float) and not isfinite(value)):
         return "–"
     if isinstance(value, bool):

@@ -117,7 +117,7 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError(f"--nproc {nproc}: at least one worker is needed")
     emulation = _emulation(args, nproc, single)
     args.nproc_per_node = str(emulation.nproc)
-    log_dir = _make_log_dir(args.log_dir)
+    log_dir = make_log_dir(args.log_dir)
     args.log_dir = str(log_dir / "logs")
     if args.redirects == "0" and args.tee == "0":
         args.tee = "3"
@@ -201,7 +201,8 @@ def _emulation(args: argparse.Namespace, nproc: int | None, single: bool) -> emu
     return emulation
 
 
-def _make_log_dir(asked: str | None) -> Path:
+def make_log_dir(asked: str | None) -> Path:
+    """The folder asked for, or a new one named by the time; it exists afterwards."""
     try:
         if asked is not None:
             Path(asked).mkdir(parents=True, exist_ok=True)

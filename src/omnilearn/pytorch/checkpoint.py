@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ def write(folder: str | os.PathLike[str], state: dict[str, Any]) -> Path:
     """Write ``state`` so that a crash at any moment leaves the previous checkpoint or the new one whole."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".checkpoint-", suffix=".tmp")
+    unfinished = path.parent / f".{FILE}.tmp"  # what a crash leaves is overwritten the next time
     try:
-        with os.fdopen(handle, "wb") as file:
+        with unfinished.open("wb") as file:
             torch.save({"version": VERSION, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(unfinished, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise
     parent = os.open(path.parent, os.O_RDONLY)
     try:
@@ -49,9 +51,22 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UsageError(f"{path} cannot be read as a checkpoint: {error}") from error
-    if state.get("version") != VERSION:
-        raise UsageError(f"{path} has checkpoint version {state.get('version')}, this OmniLearn reads {VERSION}")
+    if not isinstance(state, dict) or "version" not in state:
+        raise UsageError(f"{path} was not written by omni.save(): it has no version")
+    if state["version"] != VERSION:
+        raise UsageError(f"{path} has checkpoint version {state['version']}, this OmniLearn reads {VERSION}")
     return state
+
+
+def check_plain(what: str, value: Any) -> None:
+    """Refuse what could be written but not read back with ``weights_only=True``."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"{what} must be made of tensors, numbers, strings, lists and dicts ({reason})") from error
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from torch import nn
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
-from omnilearn.pytorch.loader import Piece, TrainLoader
+from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate
-from omnilearn.pytorch.planner import Planner
+from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -45,59 +46,83 @@ class SyncEngine:
         problem: Problem,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any,
+        others: tuple[Any, ...],
         *,
         nonfinite: str,
         find_unused_parameters: bool | None,
         on_plan: Callable[[Plan, int], None],
+        events: EventLog | None = None,
     ) -> None:
         self.world, self.rank = world, world.rank
-        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.module, self.optimizer, self.others = module, optimizer, others
         self.clock = Clock(world.device)
-        self.planner = Planner(world, self.clock, policy, problem, on_plan)
+        self.events = events or EventLog(None, world.rank)
+        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events)
         world.agree("models", fingerprint(module))
         self._broadcast()
-        self.membership = Membership(world, module, self._pack, self._unpack)
+        self.membership = Membership(world, module, self.pack, self.unpack)
         self.membership.find_unused = find_unused_parameters
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
         self.loader: TrainLoader | None = None  # the training loop under way
+        self.step = 0  # steps done before the loop under way, over all loaders
+        self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
         self._backwards = 0  # of the current micro-batch
         self._complete = False  # the gradient of the whole step is there
         self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
-        self._late: tuple[int, Any, Any] | None = None  # step, flag and event of a check still under way on the GPU
+        self._late: tuple[int, Any, Any, torch.Tensor] | None = None  # a check still under way on the GPU
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
-        gate(optimizer, "zero_grad", lambda: not self.accumulating)
-        if scheduler is not None:
-            gate(scheduler, "step", lambda: not self.accumulating)
+        gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
+        for other in others:
+            for method in ("step", "unscale_", "update"):  # of schedulers and GradScalers
+                if hasattr(other, method):
+                    gate(other, method, lambda: not self.accumulating, self._stepped if method == "update" else None)
 
     # What the loader calls
 
     def begin_epoch(self, loader: TrainLoader) -> None:
-        if self.loader is not None and self.loader is not loader:
-            raise UsageError("one training loader at a time: finish or break the loop over the other one first")
+        if self.loader is not None:
+            raise UsageError("one training loop at a time: finish or break the loop under way first")
+        self.settle()
         self.loader = loader
         self.clock.restart()
+        if loader.sampler.step != self.step:  # another loader was in use meanwhile
+            loader.sampler.load_state_dict(loader.sampler.state_dict() | {"step": self.step})
         loader.sampler.schedule(self.planner.plan.batches, loader.sampler.step)
+        if self.world.is_main and self.events:
+            steps = None if isinstance(loader, StreamLoader) else len(loader)
+            self.events.write("epoch", epoch=loader.sampler.epoch, step=loader.sampler.step, steps=steps)
 
     def begin_step(self, loader: TrainLoader) -> bool:
         idle = bool(self.membership.active) and not self.membership.takes_part
-        stop = self.planner.tick(loader.sampler, loader.horizon, idle)
-        if stop is None:
-            return True
-        position = loader.sampler.state_dict() | {"step": stop.step, "offset": stop.offset}
-        loader.sampler.load_state_dict(position)
-        self._end_loop()
-        self._share_with_parked()
-        return False
+        return self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
 
-    def enter(self, share: Share) -> None:
+    def enter(self, loader: TrainLoader, share: Share) -> bool:
         active = tuple(k for k, size in enumerate(share.sizes) if size)
-        if self.membership.enter(active):
-            self.clock.restart()
+        if active == self.membership.active:
+            return True
+        if not self._all_here(loader):
+            return False
+        self.membership.enter(active)
+        self.clock.restart()
+        return True
+
+    def _all_here(self, loader: TrainLoader) -> bool:
+        """Whether the loop goes on. The parked run ahead, and must not do alone what they do with the others."""
+        if not self.membership.parked:
+            return True
+        return self._goes_on(loader, self.planner.confirm(loader.sampler, loader.horizon))
+
+    def _goes_on(self, loader: TrainLoader, stop: Stop | None) -> bool:
+        if stop is not None:
+            position = loader.sampler.state_dict() | {"step": stop.step, "offset": stop.offset}
+            loader.sampler.load_state_dict(position)
+            self._end_loop()
+            self._share_with_parked()
+        return stop is None
 
     def sit_out(self, loader: TrainLoader, share: Share) -> None:
         self.planner.record(share.sizes, took_part=False)
@@ -124,21 +149,38 @@ class SyncEngine:
             self._progress.write(piece.share.step + 1)
         self.piece = None
 
-    def end_epoch(self, loader: TrainLoader) -> None:
+    def end_epoch(self, loader: TrainLoader) -> bool:
+        if not self._all_here(loader):
+            return False
+        self._check_late()
         self._end_loop()
         self._share_with_parked()
+        return True
 
     def leave(self, loader: TrainLoader) -> None:
-        """The user broke out of the loop, on all workers that took part."""
+        """The loop was left early: by a break, on all workers that took part, or by an error, on this one alone.
+
+        The two look the same from here, so nothing is said to the others yet.
+        """
         if self.piece is not None and self._complete:
             self.planner.record(self.piece.share.sizes, took_part=True)
             loader.sampler.consumed(self.piece.share)
         self._end_loop()
-        if self.membership.active != self.membership.everybody and self.world.control is not None:
+        self._left = loader
+
+    def settle(self) -> None:
+        """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
+        loader, self._left = self._left, None
+        if loader is None:
+            return
+        self._check_late()
+        if self.membership.parked:
             self.planner.leave(loader.sampler, loader.horizon)
-            self._share_with_parked()
+        self._share_with_parked()
 
     def _end_loop(self) -> None:
+        if self.loader is not None:
+            self.step = self.loader.sampler.step
         self.piece = self.loader = None
 
     # What the user calls
@@ -237,7 +279,7 @@ class SyncEngine:
         return self._finite()
 
     def _stepped(self) -> None:
-        if self.piece is not None and self.loader is not None:
+        if self.piece is not None and self.loader is not None and self._complete:
             self.loader.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
 
     def _finite(self) -> bool:
@@ -248,18 +290,29 @@ class SyncEngine:
         norms = torch._foreach_norm(gradients, float("inf"))
         finite = torch.isfinite(torch.stack([norm.to(torch.float64) for norm in norms])).all()
         step = self.piece.share.step
-        if finite.is_cuda and self.nonfinite == "raise":
-            # Read one step later, so that the stream is not synchronised.
-            late, self._late = self._late, (step, finite.to("cpu", non_blocking=True), torch.cuda.Event())
-            self._late[2].record()
-            if late is None:
-                return True
-            step, finite, event = late
+        if not finite.is_cuda or self.nonfinite == "skip":
+            return bool(finite) or self._not_finite(step, self._loss)
+        # Read one step later, so that the stream is not synchronised.
+        checked = torch.empty((), dtype=torch.bool, pin_memory=True)
+        checked.copy_(finite, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._check_late()
+        self._late = (step, checked, event, self._loss)
+        return True
+
+    def _check_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            step, finite, event, loss = late
             event.synchronize()
-        if bool(finite):
-            return True
+            if not finite:
+                self._not_finite(step, loss)
+
+    def _not_finite(self, step: int, loss: torch.Tensor) -> bool:
+        """Raise, or say that the step is left out: False."""
         group = self.membership.talk(self.membership.active)
-        losses = self.world.gather(float(self._loss), group) if group is not None else [float(self._loss)]
+        losses = self.world.gather(float(loss), group) if group is not None else [float(loss)]
         told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.membership.active, losses, strict=True))
         if self.nonfinite == "raise":
             raise NonFiniteError(
@@ -276,22 +329,23 @@ class SyncEngine:
         """Who runs the user's code now: those who take part in the step under way, outside of the loop everybody."""
         return self.membership.active if self.loader is not None else self.membership.everybody
 
-    def _pack(self, whole: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self.module.state_dict()}
-        if whole:
-            state["optimizer"] = self.optimizer.state_dict()
-            state["unused"] = self.membership.find_unused
-        if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
-        return state
+    def pack(self) -> dict[str, Any]:
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "others": [other.state_dict() for other in self.others],
+            "unused": self.membership.find_unused,
+        }
 
-    def _unpack(self, state: dict[str, Any]) -> None:
+    def unpack(self, state: dict[str, Any]) -> None:
+        if len(state["others"]) != len(self.others):
+            raise ValueError(f"{len(state['others'])} objects were saved beside model and optimizer (schedulers, …), "
+                             f"prepare() got {len(self.others)}")  # fmt: skip
         self.module.load_state_dict(state["model"])
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.membership.find_unused = state["unused"]
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for other, saved in zip(self.others, state["others"], strict=True):
+            other.load_state_dict(saved)
+        self.membership.find_unused = state["unused"]
 
     def _broadcast(self) -> None:
         """Start with rank 0's parameters and buffers on all ranks."""
@@ -318,10 +372,8 @@ class SyncEngine:
     def _share_with_parked(self) -> None:
         """At the end of a loop all ranks have the same model, the parked too."""
         self.share_buffers()
-        active = self.membership.active
-        parked = [rank for rank in self.membership.everybody if rank not in active]
-        if active and parked:
-            self.membership.hand_over(active[0], parked, whole=False)
+        if self.membership.parked:
+            self.membership.hand_over(self.membership.active[0], self.membership.parked)
 
 
 class _Progress:

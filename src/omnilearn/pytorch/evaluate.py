@@ -32,8 +32,6 @@ class EvalLoader:
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise InfeasibleError(f"{type(dataset).__name__} has no length: evaluation needs a map-style dataset")
-        for name in ("drop_last", "shuffle", "sampler", "batch_sampler"):
-            options.pop(name, None)
         self._engine, self._dataset, self._device = engine, dataset, device
         self._batch_size = batch_size or max(1, global_batch // len(engine.membership.everybody))
         options.setdefault("pin_memory", device.type == "cuda")
@@ -58,10 +56,13 @@ class EvalLoader:
         return len(self._feed)
 
     def __iter__(self) -> Iterator[Any]:
+        self._engine.settle()
         self._engine.share_buffers()
-        for batch in self._loader:
-            yield to_device(batch, self._device)
-        self._engine.clock.restart()
+        try:
+            for batch in self._loader:
+                yield to_device(batch, self._device)
+        finally:
+            self._engine.clock.restart()
 
     @property
     def batch_size(self) -> int:

@@ -7,9 +7,11 @@ rebuilds nothing. What happens between two batches is left to the engine.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,11 +40,11 @@ class Engine(Protocol):
 
     def begin_epoch(self, loader: TrainLoader) -> None: ...
     def begin_step(self, loader: TrainLoader) -> bool: ...
-    def enter(self, share: Share) -> None: ...
+    def enter(self, loader: TrainLoader, share: Share) -> bool: ...
     def sit_out(self, loader: TrainLoader, share: Share) -> None: ...
     def hand_out(self, loader: TrainLoader, piece: Piece) -> None: ...
     def take_back(self, loader: TrainLoader, piece: Piece) -> None: ...
-    def end_epoch(self, loader: TrainLoader) -> None: ...
+    def end_epoch(self, loader: TrainLoader) -> bool: ...
     def leave(self, loader: TrainLoader) -> None: ...
 
 
@@ -56,6 +58,10 @@ class TrainLoader:
         self.micro_batch = micro_batch
         self._pieces: deque[Piece] = deque()
         self._fresh = True  # nothing of the current epoch was handed out yet, or it was restored
+        self._generator: torch.Generator | None = None
+        if options.get("generator") is None:
+            # Its own: a DataLoader draws a seed for its workers, and resuming must not shift torch's.
+            self._generator = options["generator"] = torch.Generator()
         self.dataloader = _data_loader(_Feed(self), options)
         workers = self.dataloader.num_workers
         self.prefetch = workers * (self.dataloader.prefetch_factor or 0) if workers else 0
@@ -76,6 +82,10 @@ class TrainLoader:
         if self.sampler.remaining_steps == 0:
             self.sampler.next_epoch()
 
+    def close(self) -> None:
+        """End persistent workers."""
+        self.dataloader._iterator = None
+
     def pull(self) -> Iterator[list[int]]:
         """Index lists for the DataLoader, which asks for them ahead of time."""
         for share in self.sampler.shares(self._engine.rank):
@@ -93,17 +103,18 @@ class TrainLoader:
         self._fresh = False
         self._engine.begin_epoch(self)
         self._pieces.clear()
+        if self._generator is not None:  # what DataLoader workers draw depends on the epoch, not on the history
+            self._generator.manual_seed(_mixed(self.sampler.seed, self._engine.rank, self.sampler.epoch))
         batches = iter(self.dataloader)
-        finished = False
         try:
             while self._engine.begin_step(self):
                 try:
                     batch = next(batches)
                 except StopIteration:
-                    finished = True
                     break
                 piece = self._pieces.popleft()
-                self._engine.enter(piece.share)
+                if not self._engine.enter(self, piece.share):
+                    return  # the others have left
                 if not piece.samples:
                     self._engine.sit_out(self, piece.share)
                     continue
@@ -120,15 +131,21 @@ class TrainLoader:
         except GeneratorExit:
             self._engine.leave(self)
             raise
-        if finished:
-            self._engine.end_epoch(self)
+        if self._engine.end_epoch(self):
+            self.sampler.next_epoch()
+            self._fresh = True
+
+
+def _mixed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 class _Feed:
     """The DataLoader's batch sampler: asks the loader for index lists."""
 
     def __init__(self, loader: TrainLoader) -> None:
-        self._loader = loader
+        # Weak: a DataLoader in a cycle is left to the garbage collector, and waits seconds for each of its workers.
+        self._loader = weakref.proxy(loader)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._loader.pull()
@@ -192,8 +209,10 @@ class StreamLoader(TrainLoader):
                 f"an IterableDataset with num_workers={options['num_workers']} cannot be read exactly once: several "
                 f"processes would each read the whole stream: use num_workers=0 or 1, or a map-style dataset"
             )
+        if options.pop("drop_last", False):
+            raise InfeasibleError("an IterableDataset with drop_last=True: its end is not known before: leave it out")
         self._collate = options.pop("collate_fn", None) or default_collate
-        self._minimum = minimum
+        self._minimum, self._generator = minimum, None
         self._stream: DataLoader[Any] = DataLoader(
             options.pop("dataset"), batch_size=None, collate_fn=_as_is, **options
         )
@@ -214,17 +233,23 @@ class StreamLoader(TrainLoader):
     def dataloader(self) -> Any:
         return self._batches()
 
+    def close(self) -> None:
+        self._stream._iterator = None
+
     def _batches(self) -> Iterator[Any]:
         samples = iter(self._stream)
         for _ in range(self.sampler.offset):
             next(samples, None)
         step, offset = self.sampler.step, self.sampler.offset
+        ahead: deque[Any] = deque()  # up to two steps, so that the end of the stream is seen in time
         while True:
             batches = self.sampler.batches_at(step)
-            taken = [sample for sample, _ in zip(samples, range(sum(batches)), strict=False)]
-            if not taken:
+            ahead.extend(islice(samples, 2 * sum(batches) - len(ahead)))
+            if not ahead:
                 return
-            sizes = Cut(batches, self._minimum).sizes(len(taken))
+            cut = Cut(batches, self._minimum)
+            sizes = cut.sizes(cut.take(len(ahead)))
+            taken = [ahead.popleft() for _ in range(sum(sizes))]
             rank = self._engine.rank
             start = sum(sizes[:rank])
             mine = taken[start : start + sizes[rank]]
@@ -245,6 +270,11 @@ def _as_is(sample: Any) -> Any:
 def take_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
     """The dataset and options of an existing DataLoader, as Accelerate takes them over."""
     sampler = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise InfeasibleError(
+            "the DataLoader has batch_size=None: its dataset makes batches by itself, which cannot be cut by speed: "
+            "give a dataset of single samples"
+        )
     known = isinstance(loader.dataset, IterableDataset) or type(sampler) in (RandomSampler, SequentialSampler)
     custom_batches = (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
@@ -291,12 +321,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any], train: bool) -> None:
     """Refuse DataLoader keywords that contradict what OmniLearn does."""
+    if not train and options.pop("drop_last", False):
+        raise UsageError("loader(train=False) takes no drop_last: every sample is evaluated once")
     for name, why in {
         "batch_size": "the batch of each worker is found: give OmniLearn(global_batch=…)",
         "sampler": "every sample is drawn exactly once per epoch: use shuffle=True or False",
         "batch_sampler": "batches are cut by OmniLearn: use shuffle=True or False",
     }.items():
-        if options.get(name) is not None:
+        if options.get(name) is not None and (train or name != "batch_size"):
             raise UsageError(f"loader() takes no {name}: {why}")

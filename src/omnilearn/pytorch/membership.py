@@ -7,6 +7,7 @@ model is wrapped anew for its group. A set of one worker reduces nothing and has
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 from collections.abc import Callable, Sequence
@@ -32,11 +33,10 @@ Workers = tuple[int, ...]
 class Membership:
     """The current set of workers, its group, and the model wrapped for it."""
 
-    def __init__(
-        self, world: World, module: nn.Module, pack: Callable[[bool], Any], unpack: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, world: World, module: nn.Module, pack: Callable[[], Any], unpack: Callable[[Any], None]) -> None:
         self._world, self._module = world, module
         self._pack, self._unpack = pack, unpack
+        self.guard = world.naming_the_culprit
         self._groups: dict[tuple[Workers, str], Any] = {}
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
@@ -52,10 +52,13 @@ class Membership:
     def takes_part(self) -> bool:
         return self._world.rank in self.active
 
-    def enter(self, active: Workers) -> bool:
-        """Make ``active`` the set of workers; True if it changed. Called by all ranks at the same step."""
-        if active == self.active:
-            return False
+    @property
+    def parked(self) -> Workers:
+        """Those who wait until they are called back (nobody, before the first step)."""
+        return tuple(rank for rank in self.everybody if rank not in self.active) if self.active else ()
+
+    def enter(self, active: Workers) -> None:
+        """Make ``active`` the set of workers. Called by all ranks at the same step, where it changes."""
         before, self.active = self.active, active
         self.wrapped = None
         joining = [rank for rank in active if rank not in before] if before else []
@@ -64,10 +67,11 @@ class Membership:
         if self.takes_part:
             self.group = self._group(active, self._world.backend)
             self.wrap()
-        return True
 
     def wrap(self) -> None:
         """Wrap the model for the current group (again)."""
+        if not self.takes_part:
+            return
         self.wrapped = None  # the old one lets go of the parameters' hooks first
         for layer in self._module.modules():
             if isinstance(layer, nn.SyncBatchNorm):
@@ -83,6 +87,12 @@ class Membership:
                 find_unused_parameters=self.find_unused,
                 **{BUFFERS_IN_FORWARD: False},
             )
+
+    def close(self) -> None:
+        """Let go of all groups. Left to the garbage collector, a DataLoader's fork may hang in destroying them."""
+        self.wrapped = self.group = None
+        self._groups.clear()
+        gc.collect()
 
     def talk(self, workers: Workers) -> Any:
         """A gloo group of these workers, for values on the CPU (None: one worker needs none)."""
@@ -100,11 +110,11 @@ class Membership:
                 )
         return self._groups[key]
 
-    def hand_over(self, source: int, targets: Sequence[int], whole: bool = True) -> None:
-        """Send the training state (or the model alone) from ``source`` to ``targets``. Other ranks do nothing."""
+    def hand_over(self, source: int, targets: Sequence[int]) -> None:
+        """Send the training state from ``source`` to ``targets``. Other ranks do nothing."""
         me = self._world.rank
         if me == source and targets:
-            blob = encode(self._pack(whole))
+            blob = encode(self._pack())
             for target in targets:
                 self._send(blob, target)
         elif me in targets:

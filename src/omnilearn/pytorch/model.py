@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,19 +22,22 @@ class OmniModel(nn.Module):
         super().__init__()
         self.module = module
         object.__setattr__(self, "_membership", membership)
-        self._calls = 0
+        self._called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._calls += 1
+        self._called = True  # written, never read here: torch.compile would specialise on it
         wrapped = self._membership.wrapped
-        return (wrapped or self.module)(*args, **kwargs)
+        if wrapped is None:
+            return self.module(*args, **kwargs)
+        with self._membership.guard("computing"):  # DDP agrees on its buckets in a forward pass
+            return wrapped(*args, **kwargs)
 
     def used(self) -> bool:
         """Whether the model was called since this was last asked."""
-        calls, self._calls = self._calls, 0
-        return calls > 0
+        called, self._called = self._called, False
+        return called
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -51,11 +55,12 @@ class OmniModel(nn.Module):
 def gate(target: Any, method: str, allowed: Callable[[], bool], after: Callable[[], None] | None = None) -> None:
     """Have ``target.method()`` do its work only where ``allowed()``, on the very object the user holds.
 
-    (torch's own schedulers wrap ``optimizer.step`` the same way.)
+    By a subclass of its own class, so that nothing is added to what a scheduler's ``state_dict`` saves; where an object
+    has the method for itself already (torch's schedulers wrap ``optimizer.step`` that way), on the object.
     """
     act = getattr(target, method)
 
-    def gated(*args: Any, **kwargs: Any) -> Any:
+    def gated(_: Any, *args: Any, **kwargs: Any) -> Any:
         if not allowed():
             return None
         result = act(*args, **kwargs)
@@ -66,17 +71,21 @@ def gate(target: Any, method: str, allowed: Callable[[], bool], after: Callable[
     # What schedulers and GradScaler look for on the method they find.
     gated.__dict__.update(getattr(act, "__dict__", {}))
     gated.__wrapped__ = act  # type: ignore[attr-defined]
-    setattr(target, method, gated)
+    if method in vars(target):
+        setattr(target, method, MethodType(gated, target))
+    else:
+        kind = type(target)
+        target.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__})
 
 
 def smallest_batch(module: nn.Module) -> int:
     """The least batch the model can train on: 2 where a BatchNorm needs more than one value per channel."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return 2 if any(isinstance(layer, norms) and layer.training for layer in module.modules()) else 1
+    return 2 if any(isinstance(layer, norms) for layer in module.modules()) else 1
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
     """What has to be the same on all ranks for gradients to be added up."""
-    return {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()} | {
-        name: (tuple(b.shape), str(b.dtype)) for name, b in module.named_buffers()
-    }
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    shapes = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()}
+    return shapes | {name: (tuple(b.shape), str(b.dtype)) for name, b in buffers.items()} | {"order": list(parameters)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -14,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnilearn import control
+from omnilearn import __version__, control
 from omnilearn.cluster import resources
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Sampler
-from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
@@ -28,6 +32,9 @@ from omnilearn.pytorch.model import smallest_batch
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
+
+AT_EXIT = timedelta(seconds=60)
+"""How long the end of a script waits for the others."""
 
 
 class OmniLearn:
@@ -49,6 +56,7 @@ class OmniLearn:
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
+    ``log_dir``: where events go (docs/events.md); by default where ``omnilearn run`` says, else nowhere.
     ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
     """
 
@@ -65,29 +73,35 @@ class OmniLearn:
         micro_batch: int | None = None,
         nonfinite: str = "raise",
         device: str | torch.device | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
         timeout: float = 1800.0,
     ) -> None:
-        if mode != "sync":
-            raise InfeasibleError(f"mode {mode!r} is not available: this version has mode='sync'")
-        if nonfinite not in ("raise", "skip"):
-            raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
-        if not isinstance(global_batch, int) or global_batch < 1:
-            raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
-        for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
-            if value is not None and value < 1:
-                raise InfeasibleError(f"{name} must be at least 1, got {value}")
+        self._world = World(device, timedelta(seconds=timeout))
+        with self._world.alike():
+            if mode != "sync":
+                raise InfeasibleError(f"mode {mode!r} is not available: this version has mode='sync'")
+            if nonfinite not in ("raise", "skip"):
+                raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
+            if not isinstance(global_batch, int) or global_batch < 1:
+                raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
+            for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
+                if value is not None and value < 1:
+                    raise InfeasibleError(f"{name} must be at least 1, got {value}")
+            self._policy = control.policy(policy)
         self.global_batch, self.seed = global_batch, seed
-        self._policy = control.policy(policy)
         self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
         self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
-        self._world = World(device, timedelta(seconds=timeout))
         self._world.agree_versions()
         options = {
             "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
             "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
         }  # fmt: skip
         self._world.agree("OmniLearn's options", options)
+        self._events = EventLog(log_dir or os.environ.get("OMNILEARN_LOG_DIR"), self.rank)
+        if self.is_main:
+            workers = [asdict(worker) for worker in self._world.resources]
+            self._events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
         self._engine: SyncEngine | None = None
         self._loaders: list[TrainLoader] = []
         self._restored: dict[str, Any] | None = None
@@ -150,48 +164,57 @@ class OmniLearn:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any = None,
-        *,
+        *others: Any,
         find_unused_parameters: bool | None = None,
     ) -> Any:
-        """The model and optimizer (and scheduler) to use in the loop. Call it once, on all ranks.
+        """The model and optimizer to use in the loop, and what else has a state: schedulers, a GradScaler.
 
-        The model goes to this worker's device and starts with rank 0's weights everywhere. The optimizer and scheduler
-        are the same objects. Parameters without a gradient are found in the first step; pass
+        Call it once, on all ranks. The model goes to this worker's device and starts with rank 0's weights everywhere.
+        The others are the same objects; they act once per step, are saved, and follow a worker that was parked.
+        Parameters without a gradient are found in the first step; pass
         ``find_unused_parameters=True`` if which ones are used changes from step to step.
         """
         if self._engine is not None:
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"prepare(model, optimizer[, scheduler]) got {type(model).__name__} and {type(optimizer).__name__}"
+        with self._world.alike():
+            self._check_prepared(model, optimizer, others)
+            model.to(self.device)
+            minimum = self._min_batch or smallest_batch(model)
+            problem = Problem.of(
+                self.global_batch,
+                speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
+                minimum=max(minimum, self._multiple_of),
+                maximum=self._max_batch,
+                multiple_of=self._multiple_of,
+                park=self._park,
             )
-        model.to(self.device)
-        self._check_optimizer(model, optimizer)
-        minimum = self._min_batch or smallest_batch(model)
-        problem = Problem.of(
-            self.global_batch,
-            speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
-            minimum=max(minimum, self._multiple_of),
-            maximum=self._max_batch,
-            multiple_of=self._multiple_of,
-            park=self._park,
-        )
         self._engine = SyncEngine(
             self._world,
             self._policy,
             problem,
             model,
             optimizer,
-            scheduler,
+            others,
             nonfinite=self._nonfinite,
             find_unused_parameters=find_unused_parameters,
             on_plan=self._announce,
+            events=self._events,
         )
-        prepared = self._engine.model
-        return (prepared, optimizer) if scheduler is None else (prepared, optimizer, scheduler)
+        atexit.register(self._at_exit)
+        return (self._engine.model, optimizer, *others)
 
-    def _check_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _check_prepared(self, model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"prepare(model, optimizer[, scheduler]) got {type(model).__name__} and {type(optimizer).__name__}"
+            )
+        for other in others:
+            if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
+                raise UsageError(
+                    f"prepare(model, optimizer, …) got a {type(other).__name__}: what comes third must have state_dict "
+                    f"and load_state_dict, as schedulers and GradScalers do"
+                )
+            checkpoint.check_plain(f"the state of {type(other).__name__}", other.state_dict())
         known = {id(p) for p in model.parameters()}
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strangers:
@@ -229,39 +252,38 @@ class OmniLearn:
             shuffle = options.pop("shuffle") if shuffle is None else shuffle
             options.pop("shuffle", None)
         if not train:
+            check_options(options, train=False)
             return EvalLoader(engine, data, self.device, self.global_batch, **options)
-        check_options(options)
-        minimum = int(engine.planner.problem.minimum[0])
-        batches = engine.planner.plan.batches
-        loader: TrainLoader
-        if isinstance(data, IterableDataset):
-            loader = StreamLoader(engine, batches, minimum, self._micro_batch, self.device, dataset=data, **options)
-        else:
-            size = self._size(data)
-            drop_last = options.pop("drop_last", False)
-            sampler = Sampler(
-                size, batches, minimum=minimum, shuffle=bool(shuffle), seed=self.seed, drop_last=drop_last
-            )
-            options.setdefault("pin_memory", self.device.type == "cuda")
-            # Its own generator: a DataLoader draws a seed for its workers, and resuming must not shift torch's.
-            options.setdefault("generator", torch.Generator().manual_seed(self.seed + self.rank))
-            loader = TrainLoader(engine, sampler, self._micro_batch, self.device, dataset=data, **options)
+        with self._world.alike():
+            check_options(options, train=True)
+            loader = self._train_loader(engine, data, bool(shuffle), options)
+        size = None if isinstance(loader, StreamLoader) else loader.sampler.size
+        self._world.agree("datasets", {"number of samples": size, "shuffle": shuffle})
         loader.horizon = max(self._world.gather(loader.prefetch))
-        self._loaders.append(loader)
         if self._restored is not None:
             loader.restore(self._restored["sampler"])
             self._restored = None
+        elif self._loaders:  # one made in every epoch: the next order, not the first one again
+            loader.restore(loader.sampler.state_dict() | {"epoch": self._loaders[-1].epoch})
+        self._loaders[:] = [loader]
         return loader
 
-    def _size(self, data: Any) -> int:
+    def _train_loader(self, engine: SyncEngine, data: Any, shuffle: bool, options: dict[str, Any]) -> TrainLoader:
+        minimum, batches = int(engine.planner.problem.minimum[0]), engine.planner.plan.batches
+        if isinstance(data, IterableDataset):
+            if shuffle:
+                raise InfeasibleError("an IterableDataset cannot be shuffled by the loader: shuffle inside the dataset")
+            return StreamLoader(engine, batches, minimum, self._micro_batch, self.device, dataset=data, **options)
         try:
             size = len(data)
         except TypeError as error:
             raise UsageError(
                 f"{type(data).__name__} has no length: give a map-style dataset or an IterableDataset"
             ) from error
-        self._world.agree("datasets", {"number of samples": size})
-        return size
+        drop_last = options.pop("drop_last", False)
+        sampler = Sampler(size, batches, minimum=minimum, shuffle=shuffle, seed=self.seed, drop_last=drop_last)
+        options.setdefault("pin_memory", self.device.type == "cuda")
+        return TrainLoader(engine, sampler, self._micro_batch, self.device, dataset=data, **options)
 
     # The loop
 
@@ -302,6 +324,7 @@ class OmniLearn:
         the step, outside over all. Numbers and one-element tensors give a float.
         """
         engine = self._prepared("mean()")
+        engine.settle()
         if weight is None:
             weight = float(engine.piece.samples) if engine.piece is not None else 1.0
         tensor = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
@@ -328,15 +351,17 @@ class OmniLearn:
         engine = self._prepared("save()")
         if engine.accumulating or (engine.piece is not None and engine._backwards and not engine._complete):
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
+        engine.settle()
         engine.share_buffers()
         workers = engine.participants()
         group = engine.membership.talk(workers)
         states = self._world.gather(checkpoint.random_state(self.device), group) if group is not None else [
             checkpoint.random_state(self.device)
         ]  # fmt: skip
+        error = None
         if self.rank == workers[0]:
             state = {
-                **engine._pack(whole=True),
+                **engine.pack(),
                 "sampler": self._loaders[-1].sampler.state_dict() if self._loaders else None,
                 "policy": {
                     "workers": self.world_size,
@@ -347,16 +372,16 @@ class OmniLearn:
                 "global_batch": self.global_batch,
                 "extra": extra,
             }
-            error = None
             try:
+                checkpoint.check_plain("extra", extra)
                 checkpoint.write(folder, state)
-            except OSError as failure:
+            except Exception as failure:
                 error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
-        else:
-            error = None
         errors = self._world.gather(error, group) if group is not None else [error]
         for message in filter(None, errors):
             raise UsageError(message)
+        # A continued run begins with a new wrapper, whose first step adds up in another order: this run does the same.
+        engine.membership.wrap()
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Continue from a checkpoint; call it on all ranks after ``prepare``. Returns what ``save`` got as extra.
@@ -367,9 +392,11 @@ class OmniLearn:
         engine = self._prepared("load()")
         if engine.loader is not None:
             raise UsageError("load() inside the training loop: call it before")
+        engine.settle()
         state = self._receive(folder)
         try:
-            engine._unpack(state)
+            engine.unpack(state)
+            engine.membership.wrap()
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
         saved = state["policy"]
@@ -380,6 +407,7 @@ class OmniLearn:
         elif position:
             engine.planner.reset(engine.planner.state, position["step"])
         if position:
+            engine.step = position["step"]
             if self._loaders:
                 self._loaders[-1].restore(position)
             else:
@@ -415,8 +443,26 @@ class OmniLearn:
     def close(self) -> None:
         """Leave the group of workers. Also done at the end of a ``with`` block."""
         if self._engine is not None:
+            self._engine.settle()
             self._engine.planner.drain()
+        self._events.write("end", ok=True)
+        self._events.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        atexit.unregister(self._at_exit)
+        for loader in self._loaders:
+            loader.close()
+        if self._engine is not None:
+            self._engine.membership.close()
         self._world.close()
+
+    def _at_exit(self) -> None:
+        """A script that does not close: the parked may still wait to hear that the others left the loop."""
+        if not self._world.failed:
+            self._world.timeout = min(self._world.timeout, AT_EXIT)
+            with contextlib.suppress(OmniLearnError, RuntimeError):
+                self.close()
 
     def __enter__(self) -> OmniLearn:
         return self
@@ -425,7 +471,9 @@ class OmniLearn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._events.write("end", ok=False, error=f"{type(error).__name__}: {error}")
             self._world.report_failure(error)
+            self._let_go()  # the others must not wait for a process that lives on
         else:
             self.close()
 

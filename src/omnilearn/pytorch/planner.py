@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omnilearn.cluster.resources import measure_flops
 from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.data import Sampler
+from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.world import World
 
@@ -30,6 +31,8 @@ PULSE_CHANGE = 1.4
 WARM_UP = 1
 """First steps whose timings are left out: allocations, autotuning, the first bucket order."""
 HEADER = 3
+ALONE_EVERY = 0.5
+"""Seconds between two entries in the events where there are no exchanges."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,23 @@ class Planner:
     """Owns the policy's state. ``tick`` is called by every rank at the start of every step."""
 
     def __init__(
-        self, world: World, clock: Clock, policy: Policy, problem: Problem, notify: Callable[[Plan, int], None]
+        self,
+        world: World,
+        clock: Clock,
+        policy: Policy,
+        problem: Problem,
+        notify: Callable[[Plan, int], None],
+        events: EventLog | None = None,
     ) -> None:
         self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
-        self._notify = notify
+        self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
         self._rows: list[tuple[tuple[int, ...], bool]] = []  # sizes of a step, and whether this rank took part
         self._steps = 0
         self._reported = self._next = 0  # the step of the last exchange, and of the next
+        self._logged = 0  # the step of the first row
+        self._alone_since = time.monotonic()
+        self._log_plan(0)
         self._exchange: _Exchange | None = None
         self._pulse = _Pulse(str(world.device))
         # On CUDA the last step may still be running: its events are read with the next report.
@@ -79,15 +91,21 @@ class Planner:
     def reset(self, state: State, step: int) -> None:
         """Go on from a restored state at ``step``."""
         self.state, self._reported, self._next = state, step, step + state.interval
+        self._logged = step
         self._rows.clear()
         self._clock.clear()
 
     def record(self, sizes: tuple[int, ...], took_part: bool) -> None:
         """A step is over."""
-        if self._world.size == 1:
-            self._clock.clear()
-        else:
+        if self._world.size > 1 or self._events:
             self._rows.append((sizes, took_part))
+        if self._world.size > 1:
+            return
+        if not self._events:
+            self._clock.clear()
+        elif time.monotonic() - self._alone_since > ALONE_EVERY:
+            self._alone_since = time.monotonic()
+            self._log_rest(keep=1)
 
     def tick(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
         """Finish and begin exchanges where they are due. A ``Stop`` says that the others have left the loop."""
@@ -102,6 +120,12 @@ class Planner:
             self._begin(step, idle)
         return None
 
+    def confirm(self, sampler: Sampler, horizon: int) -> Stop | None:
+        """An exchange here and now. Before anything the parked do together with the others: those may have left."""
+        if self._exchange is None:
+            self._begin(sampler.step, idle=False)
+        return self._finish(sampler, horizon)
+
     def leave(self, sampler: Sampler, horizon: int) -> None:
         """The loop ended early: tell the parked, who wait for the next exchange."""
         if self._exchange is not None:
@@ -111,13 +135,14 @@ class Planner:
 
     def drain(self) -> None:
         """Wait for an exchange under way, and forget it."""
+        self._log_rest(keep=0)
         if self._exchange is not None:
             with contextlib.suppress(RuntimeError):
                 self._exchange.work.wait(self._world.timeout)
             self._exchange = None
 
     def _begin(self, step: int, idle: bool, stop: Stop | None = None) -> None:
-        expected = step - self._reported
+        expected = self._next - self._reported  # also where it comes earlier: all must send the same length
         keep = self._hold_back if stop is None else 0
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
@@ -129,6 +154,10 @@ class Planner:
             self._steps += 1
             if timing is not None and self._steps > WARM_UP:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
+        if rows and self._events:
+            busy, wait = sent[HEADER:].view(-1, 2)[: len(rows)].T.tolist()
+            self._log_steps(rows, busy, wait)
+        self._logged += len(rows)
         answers = [torch.empty_like(sent) for _ in range(self._world.size)]
         with self._world.naming_the_culprit("exchanging timings"):
             work = dist.all_gather(answers, sent, group=self._world.control, async_op=True)
@@ -155,8 +184,42 @@ class Planner:
             if self.state.plan.batches != before.batches:
                 sampler.schedule(self.state.plan.batches, exchange.due + horizon)
                 self._notify(self.state.plan, exchange.due + horizon)
+            if self.state.plan.reason != before.reason or self.state.plan.batches != before.batches:
+                self._log_plan(exchange.due + horizon)
         self._next = exchange.begun + max(self.state.interval, 1)
         return None
+
+    # What goes into the events
+
+    def _log_plan(self, step: int) -> None:
+        if self._world.is_main:
+            plan = self.state.plan
+            self._events.write(
+                "plan",
+                step=step,
+                batches=plan.batches,
+                parked=plan.parked,
+                reason=plan.reason,
+                predicted=plan.predicted,
+                instead_of=plan.instead_of,
+            )
+
+    def _log_rest(self, keep: int) -> None:
+        rows = self._rows[: len(self._rows) - keep]
+        self._rows = self._rows[len(rows) :]
+        timings = [self._clock.take() if took_part else None for _, took_part in rows]
+        if rows and self._events:
+            self._log_steps(rows, [t.busy if t else 0.0 for t in timings], [t.wait if t else 0.0 for t in timings])
+        self._logged += len(rows)
+
+    def _log_steps(self, rows: list[tuple[tuple[int, ...], bool]], busy: list[float], wait: list[float]) -> None:
+        self._events.write(
+            "steps",
+            step=self._logged,
+            batch=[sizes[self._world.rank] for sizes, _ in rows],
+            busy=[round(seconds, 6) for seconds in busy],
+            wait=[round(seconds, 6) for seconds in wait],
+        )
 
 
 class _Pulse:

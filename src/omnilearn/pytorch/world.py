@@ -35,11 +35,13 @@ class World:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
         self.timeout = timeout
-        self.device = _device(device)
         self.control: Any = None
+        self.failed = False  # this process ends with an error
         self._owned = False
         if self.size > 1:
             self._join()
+        with self.alike():
+            self.device = _device(device)
         self.resources = self._survey()
         self.backend = self._backend()
         self._previous_hook = sys.excepthook
@@ -82,15 +84,30 @@ class World:
             dist.all_gather_object(values, value, group=group)
         return values
 
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """An error in one rank's block is raised on all ranks. The block itself must not talk to the others."""
+        mine: OmniLearnError | None = None
+        try:
+            yield
+        except OmniLearnError as error:
+            mine = error
+        errors = self.gather(mine)
+        for rank, theirs in enumerate(errors):
+            if theirs is not None:
+                same = all(str(other) == str(theirs) for other in errors)
+                raise mine if same and mine else type(theirs)(f"on rank {rank}: {theirs}")
+
     def agree(self, what: str, values: dict[str, Any]) -> None:
         """Raise the same error on all ranks if ``values`` differ between them."""
         everybody = self.gather({name: repr(value) for name, value in values.items()})
-        for name in everybody[0]:
+        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
             seen = [theirs.get(name) for theirs in everybody]
             if len(set(seen)) > 1:
                 odd = next(rank for rank, value in enumerate(seen) if value != seen[0])
                 raise UsageError(
-                    f"{what} differ between ranks: {name} is {seen[0]} on rank 0 and {seen[odd]} on rank {odd}: "
+                    f"{what} differ between ranks: {name} is {seen[0] or 'missing'} on rank 0 and "
+                    f"{seen[odd] or 'missing'} on rank {odd}: "
                     f"start all ranks with the same script, options and packages"
                 )
 
@@ -105,19 +122,16 @@ class World:
         try:
             yield
         except (RuntimeError, ConnectionError) as error:
-            if self.control is None or isinstance(error, (OmniLearnError, torch.cuda.OutOfMemoryError)):
+            if self.control is None or isinstance(error, OmniLearnError) or not _is_connection_error(error):
                 raise
             note = self._note_of_a_peer()
             if note is not None:
                 raise PeerFailure(f"rank {note['rank']} failed while this rank was {doing}: {note['error']}") from None
-            if _is_connection_error(error):
-                raise PeerFailure(
-                    f"lost the connection to a peer while {doing} ({str(error).splitlines()[0]})"
-                ) from error
-            raise
+            raise PeerFailure(f"lost the connection to a peer while {doing} ({str(error).splitlines()[0]})") from error
 
     def report_failure(self, error: BaseException) -> None:
         """Leave a note for the peers. The first failure is the one they will name."""
+        self.failed = True
         if self.control is None or isinstance(error, PeerFailure):
             return
         text = "".join(traceback.format_exception_only(type(error), error)).strip()

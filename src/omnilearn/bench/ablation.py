@@ -1,0 +1,118 @@
+"""What each part is worth: OmniLearn on real data at HL8, and without one part at a time.
+
+All variants train on scikit-learn's digits from the same first weights and take turns epoch by epoch, until the
+test accuracy is reached or the epochs are over. Only training counts as time. Learning-rate scaling is not in the
+list: in synchronous mode the global batch is constant and nothing is scaled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from omnilearn.bench import oracle
+from omnilearn.bench.arguments import add_levels, positive
+from omnilearn.bench.gang import Batches, Gang
+from omnilearn.bench.oracle import show
+from omnilearn.bench.progress import Progress
+from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.workloads import workload
+from omnilearn.errors import InfeasibleError
+
+STEPS = 11
+"""Of an epoch: 1,408 of the 1,437 digits."""
+VARIANTS = {
+    "full": "OmniLearn as it is",
+    "no weighting": "a balanced fixed split, workers' gradients averaged as if their batches were equal",
+    "same split, weighted": "for comparison with the line above",
+    "no dynamic control": "policy static: nominal core counts, once",
+    "no parking": "park=False",
+    "uniform DDP": "none of it",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_levels(parser, ("HL8",))
+    parser.add_argument("--accuracy", type=float, default=0.97, help="to be reached on the test digits (default: 0.97)")
+    parser.add_argument("--epochs", type=positive, help="at most (default: 12, quick: 3)")
+    parser.add_argument("--seeds", type=positive, help="repetitions (default: 3, quick: 1)")
+
+
+def run(args: argparse.Namespace) -> Record:
+    if not 0 < args.accuracy < 1:
+        raise InfeasibleError(f"--accuracy must lie between 0 and 1, got {args.accuracy}")
+    epochs, seeds = args.epochs or (3 if args.quick else 12), args.seeds or (1 if args.quick else 3)
+    workload("digits").dataset(1)  # says now if scikit-learn is missing
+    histories: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
+    last: dict[tuple[str, str], str] = {}
+    with Progress("ablation", len(args.levels) * seeds * (epochs + 1)) as progress, Gang(4) as gang:
+        for level in args.levels:
+            gang.level(level)
+            for seed in range(seeds):
+                for variant, history, split in train(gang, level, seed, epochs, args.quick, progress):
+                    histories.setdefault((level, variant), []).append(history)
+                    last[level, variant] = show(split)
+    rows: list[Row] = []
+    summary: dict[str, Any] = {
+        "accuracy": args.accuracy,
+        "epochs": epochs,
+        "seeds": seeds,
+        "variants": VARIANTS,
+        "levels": {},
+    }
+    summary["left_out"] = "lr scaling: in synchronous mode the global batch is constant, nothing is scaled"
+    for (level, variant), runs in histories.items():
+        times = [next((time for time, accuracy in run if accuracy >= args.accuracy), None) for run in runs]
+        known = [time for time in times if time is not None]
+        reached = median_and_spread(known)["median"] if len(known) == len(times) else None
+        row: Row = {
+            "level": level,
+            "variant": variant,
+            "seconds_to_accuracy": reached,
+            "reached": f"{len(known)} of {len(times)}",
+            "seconds_per_epoch": float(np.median(np.diff([0.0, *(time for time, _ in runs[0])]))),
+            "final_accuracy": float(np.mean([run[-1][1] for run in runs])),
+            "batches": last[level, variant],
+        }
+        rows.append(row)
+        summary["levels"].setdefault(level, {})[variant] = {
+            key: row[key] for key in ("seconds_to_accuracy", "seconds_per_epoch", "final_accuracy")
+        }
+    return Record("ablation", rows, summary)
+
+
+def train(
+    gang: Gang, level: str, seed: int, epochs: int, quick: bool, progress: Progress
+) -> list[tuple[str, list[tuple[float, float]], Batches]]:
+    """Every variant's (seconds so far, test accuracy) after each epoch, and the split it ended with."""
+    batch = workload("digits").global_batch
+    everybody = tuple(range(gang.size))
+    witness = int(np.argmax(gang.shares))  # never parked first, and quick to evaluate
+    with gang.session("digits", watch=False) as least:
+        balanced = oracle.over(oracle.measure_curve(gang, batch, least, quick), batch, least, everybody)
+        assert balanced is not None
+        uniform = (batch // gang.size,) * gang.size
+        splits = {"no weighting": balanced, "same split, weighted": balanced, "uniform DDP": uniform}
+        for variant in splits:
+            gang.all("open_plain", variant, {"seed": seed, "weighted": variant != "no weighting"})
+        policies = {
+            "full": ("optimal", {}),
+            "no dynamic control": ("static", {}),
+            "no parking": ("optimal", {"park": False}),
+        }
+        for variant, (policy, options) in policies.items():
+            gang.all("open_omni", variant, STEPS, policy, {"seed": seed, **options}, doing=f"setting up {variant}")
+        progress.done(f"{level} seed {seed}: set up")
+        histories: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
+        ended: dict[str, Batches] = {}
+        for epoch in range(epochs):
+            for variant in VARIANTS if epoch % 2 else list(VARIANTS)[::-1]:
+                trace = gang.block(variant, *([STEPS, splits[variant]] if variant in splits else []))
+                spent = (histories[variant][-1][0] if histories[variant] else 0.0) + trace.total
+                accuracy = gang.all("accuracy", variant, witness)[witness]
+                histories[variant].append((spent, accuracy))
+                ended[variant] = trace.batches[-1]
+            progress.done(f"{level} seed {seed}: epoch {epoch + 1} of {epochs}")
+    return [(variant, histories[variant], ended[variant]) for variant in VARIANTS]

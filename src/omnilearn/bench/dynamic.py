@@ -1,0 +1,207 @@
+"""A cluster that changes while it trains: the papers' climb HL1 → 2 → 4 → 8 and back, in one run.
+
+Workers have one thread and at most one core. The oracle of every level is searched beforehand and timed again beside
+the journeys. Each contestant makes the whole journey, in turn, several times; how long it takes to be near the new
+level's oracle is counted in steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+from omnilearn.bench import oracle
+from omnilearn.bench.arguments import add_models, names, positive
+from omnilearn.bench.gang import Batches, Gang, Trace
+from omnilearn.bench.oracle import SPLITS, show
+from omnilearn.bench.progress import Progress
+from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.sync import steps_to
+from omnilearn.bench.workloads import workload
+from omnilearn.cluster.emulation import LEVELS, level
+from omnilearn.cluster.resources import cores
+
+CLIMB = ("HL1", "HL2", "HL4", "HL8", "HL4", "HL2", "HL1")
+CONTESTANTS = ("ddp", "static", "proportional", "optimal")
+GOAL = 10
+LOOK = 0.003
+"""Seconds between two looks at how far the training is."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    spelled = {name: name for name in LEVELS["sync"]}
+    parser.add_argument(
+        "--levels",
+        type=lambda text: tuple(names(spelled)(word)[0] for word in text.split(",")),
+        help=f"the levels in turn (default: {','.join(CLIMB)}; quick: HL1,HL8)",
+    )
+    add_models(parser, ("heavy",))
+    parser.add_argument("--steps", type=positive, help="steps at each level (default: 30, quick: 14)")
+    parser.add_argument("--rounds", type=positive, help="journeys of each contestant (default: 3, quick: 1)")
+
+
+def run(args: argparse.Namespace) -> Record:
+    climb = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
+    steps, rounds = args.steps or (14 if args.quick else 30), args.rounds or (1 if args.quick else 3)
+    contestants = ("ddp", "optimal") if args.quick else CONTESTANTS
+    rows: list[Row] = []
+    outcomes: dict[str, Any] = {}
+    total = len(args.model) * (3 * len(set(climb)) + rounds * len(contestants))
+    with Progress("dynamic", total) as progress, Gang(4) as gang:
+        gang.threads([1] * gang.size)
+        for name in args.model:
+            outcomes[name], measured = journey(
+                gang, name, args.size, climb, steps, rounds, contestants, args.quick, progress
+            )
+            rows += measured
+    first = outcomes[args.model[0]]
+    summary = {
+        "climb": climb,
+        "steps": steps,
+        "goal": GOAL,
+        "steps_to_90": first["steps_to_90"],
+        "speedup_vs_uniform": first["speedup_vs_uniform"],
+        "workloads": outcomes,
+    }
+    return Record("dynamic", rows, summary)
+
+
+def one_core(name: str) -> tuple[float, ...]:
+    """A level's shares with at most one core per worker: a worker's threads cannot change in the middle of a step."""
+    shares = level(name, cores())
+    most = max(max(level(word, cores())) for word in LEVELS["sync"])
+    return tuple(share / max(most, 1.0) for share in shares)
+
+
+def journey(
+    gang: Gang,
+    name: str,
+    size: str,
+    climb: tuple[str, ...],
+    steps: int,
+    rounds: int,
+    contestants: tuple[str, ...],
+    quick: bool,
+    progress: Progress,
+) -> tuple[dict[str, Any], list[Row]]:
+    batch = workload(name, size).global_batch
+    shares = {word: one_core(word) for word in climb}
+    best: dict[str, list[float]] = {word: [] for word in climb}
+    splits: dict[str, Batches] = {}
+    with gang.session(name, size) as least:
+        gang.all("open_plain", SPLITS, {})
+        for word in dict.fromkeys(climb):
+            gang.cpu(shares[word])
+
+            def say(text: str, at: str = word) -> None:
+                progress.done(f"{name} {at}: {text}")
+
+            found = oracle.search(gang, batch, least, quick=quick, say=say)
+            splits[word] = found.fastest(1)[0]
+        traces: dict[str, list[tuple[Trace, list[int]]]] = {contestant: [] for contestant in contestants}
+        for turn in range(rounds):
+            # The shortest of many short measurements is too good to be true: again, beside the journeys.
+            for word, split in splits.items():
+                gang.cpu(shares[word])
+                again = gang.block(SPLITS, oracle.WARM_UP + 4, split).after(oracle.WARM_UP)
+                best[word] += again.seconds.tolist()
+            for contestant in contestants if turn % 2 else contestants[::-1]:
+                gang.cpu(shares[climb[0]])
+                traces[contestant].append(_travel(gang, contestant, climb, shares, steps, batch))
+                progress.done(f"{name}: {contestant}, journey {turn + 1} of {rounds}")
+    typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
+    return _judge(name, climb, traces, typical, splits)
+
+
+def _travel(
+    gang: Gang, contestant: str, climb: tuple[str, ...], shares: dict[str, tuple[float, ...]], steps: int, batch: int
+) -> tuple[Trace, list[int]]:
+    """One contestant through all levels. Also the steps at which the level really changed."""
+    total = steps * len(climb)
+    gang.emulator.progress_file.write_bytes(bytes(8))
+    changed, over, problems = [0], threading.Event(), []
+
+    def change() -> None:
+        try:
+            for stage in range(1, len(climb)):
+                while gang.step < stage * steps:
+                    if over.wait(LOOK):
+                        return
+                gang.cpu(shares[climb[stage]])
+                changed.append(gang.step)
+        except Exception as error:
+            problems.append(error)
+
+    if contestant == "ddp":
+        gang.all("open_plain", contestant, {})
+        arguments: list[Any] = [total, (batch // gang.size,) * gang.size]
+    else:
+        gang.all("open_omni", contestant, total, contestant, {}, doing=f"setting up {contestant}")
+        arguments = []
+    watcher = threading.Thread(target=change, name="omnilearn-bench-climb", daemon=True)
+    watcher.start()
+    try:
+        trace = gang.block(contestant, *arguments, limit=1800.0)
+    finally:
+        over.set()
+        watcher.join(30)
+    for problem in problems:
+        raise problem
+    gang.all("close", contestant)
+    return trace, [*changed, *range(steps * len(changed), total, steps)]
+
+
+def _judge(
+    name: str,
+    climb: tuple[str, ...],
+    traces: dict[str, list[tuple[Trace, list[int]]]],
+    best: dict[str, float],
+    splits: dict[str, Batches],
+) -> tuple[dict[str, Any], list[Row]]:
+    rows: list[Row] = []
+    reached: dict[str, list[float | None]] = {contestant: [] for contestant in traces}
+    for contestant, runs in traces.items():
+        for stage, word in enumerate(climb):
+            soon, late, last = [], [], ""
+            for trace, changed in runs:
+                begin = changed[stage]
+                end = changed[stage + 1] if stage + 1 < len(changed) else len(trace.seconds)
+                soon.append(steps_to(trace.seconds[begin:end], best[word]))
+                late.append(best[word] / float(np.median(trace.seconds[(begin + end) // 2 : end])))
+                last = show(trace.batches[end - 1])
+            known = [value for value in soon if value is not None]
+            # A journey on which it was never reached counts as the longest.
+            typical = sorted(soon, key=lambda value: math.inf if value is None else value)[len(soon) // 2]
+            reached[contestant].append(typical)
+            rows.append(
+                {
+                    "workload": name,
+                    "contestant": contestant,
+                    "stage": f"{stage + 1}: {word}",
+                    "steps_to_90": typical,
+                    "reached": f"{len(known)} of {len(soon)}",
+                    "fraction_of_oracle": float(np.median(late)),
+                    "batches": last,
+                    "oracle_ms": 1e3 * best[word],
+                    "oracle": show(splits[word]),
+                }
+            )
+    totals = {contestant: [trace.total for trace, _ in runs] for contestant, runs in traces.items()}
+    after = reached["optimal"][1:]
+    outcome: dict[str, Any] = {
+        "steps_to_90": None if None in after else max((value for value in after if value is not None), default=0),
+        "steps_to_90_by_stage": dict(
+            zip([f"{k + 1}: {word}" for k, word in enumerate(climb)], reached["optimal"], strict=True)
+        ),
+        "total_s": {contestant: median_and_spread(values) for contestant, values in totals.items()},
+    }
+    for contestant in traces:
+        if contestant != "optimal":
+            key = "speedup_vs_uniform" if contestant == "ddp" else f"speedup_vs_{contestant}"
+            ratios = [other / own for other, own in zip(totals[contestant], totals["optimal"], strict=True)]
+            outcome[key] = float(np.median(ratios))
+    return outcome, rows

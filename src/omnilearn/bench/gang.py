@@ -1,0 +1,265 @@
+"""The workers a benchmark commands: real processes of an emulated cluster, started once and used for everything.
+
+    with Gang(4) as gang:
+        gang.level("HL8")
+        with gang.session("heavy"):
+            gang.all("open_omni", "optimal", 12, "optimal", {})
+            trace = gang.block("optimal")
+
+A *session* is one process group and one workload. Within it contestants are opened once and take turns in blocks of
+steps. Every wait has a time limit and says what it waited for; nothing is left behind, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import omnilearn
+from omnilearn.bench.contestants import Block
+from omnilearn.cluster import cgroup
+from omnilearn.cluster.emulation import Emulation, Worker, level, scaled
+from omnilearn.cluster.emulator import Emulator
+from omnilearn.cluster.resources import cores
+from omnilearn.errors import OmniLearnError
+
+LIMIT = 300.0
+"""Seconds to wait for an answer."""
+
+Batches = tuple[int, ...]
+Floats = npt.NDArray[np.float64]
+
+
+class GangError(OmniLearnError):
+    """A worker of the benchmark failed, ended or did not answer."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Some steps as the whole gang saw them: a step lasts from the last worker's end of one to that of the next."""
+
+    first: int
+    seconds: Floats
+    batches: list[Batches]
+    busy: Floats  # steps × workers; nan where it is not known
+    wait: Floats
+    total: float
+
+    @staticmethod
+    def of(blocks: Sequence[Block]) -> Trace:
+        steps = sorted({step for block in blocks for step in block.ends})
+        ends = [max(block.ends[step] for block in blocks if step in block.ends) for step in steps]
+        # A slow worker may end its last step before it is parked after the others ended the next one.
+        ends = np.maximum.accumulate(ends).tolist()
+        begin = max(block.begin for block in blocks if block.ends)
+
+        def table(name: str) -> Floats:
+            return np.array([[getattr(block, name).get(step, np.nan) for block in blocks] for step in steps])
+
+        return Trace(
+            first=steps[0],
+            seconds=np.diff([begin, *ends]),
+            batches=[tuple(block.samples.get(step, 0) for block in blocks) for step in steps],
+            busy=table("busy"),
+            wait=table("wait"),
+            total=max(block.end for block in blocks if block.ends) - begin,
+        )
+
+    def after(self, steps: int) -> Trace:
+        """Without the first steps."""
+        return Trace(
+            self.first + steps,
+            self.seconds[steps:],
+            self.batches[steps:],
+            self.busy[steps:],
+            self.wait[steps:],
+            float(self.seconds[steps:].sum()),
+        )
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """One trace after the other."""
+    return Trace(
+        traces[0].first,
+        np.concatenate([trace.seconds for trace in traces]),
+        [batches for trace in traces for batches in trace.batches],
+        np.concatenate([trace.busy for trace in traces]),
+        np.concatenate([trace.wait for trace in traces]),
+        sum(trace.total for trace in traces),
+    )
+
+
+class Gang:
+    """``size`` workers on this machine. ``links`` gives each a network of its own with so many bit/s."""
+
+    def __init__(
+        self, size: int, *, limited: bool = True, device: str = "cpu", links: Sequence[int] | None = None
+    ) -> None:
+        share = scaled([1] * size, cores())
+        workers = tuple(
+            Worker(cpu=share[k] if limited else None, bandwidth=links[k] if links else None) for k in range(size)
+        )
+        # Shares change while workers run, which pinning to cores cannot do.
+        by_group = not limited or "cpu" in cgroup.parents(["cpu"])
+        self.emulator = Emulator(Emulation("equal shares", workers), by="auto" if by_group else "throttle")
+        self.size, self.device, self._limited = size, device, limited
+        self.shares: tuple[float, ...] = share
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._store: Any = None
+        self._undo = contextlib.ExitStack()
+
+    # Start and end
+
+    def __enter__(self) -> Gang:
+        with contextlib.ExitStack() as undo:
+            _end_on_sigterm(undo)
+            undo.enter_context(self.emulator)
+            self._logs = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="omnilearn-bench-")))
+            undo.callback(self._end)
+            for rank in range(self.size):
+                self._start(rank)
+            self.all("ready", self.device, doing="the workers to start")
+            self.threads([max(1, math.floor(share + 0.1 + 1e-6)) for share in self.shares])
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def _start(self, rank: int) -> None:
+        mine, theirs = socket.socketpair()
+        source = str(Path(omnilearn.__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        member = [sys.executable, "-m", "omnilearn.bench.member", str(theirs.fileno()), str(rank), str(self.size)]
+        with theirs, open(self._logs / str(rank), "wb") as log:
+            process = subprocess.Popen(
+                self.emulator.command(rank, member, with_parent=threading.current_thread() is threading.main_thread()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for us; we end them
+                env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        self._processes.append(process)
+        self._pipes.append(Connection(mine.detach()))
+
+    def _end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(timeout=30)
+        self._pipes, self._processes, self._store = [], [], None
+
+    # Commands
+
+    def all(self, request: str, *arguments: Any, doing: str = "", limit: float = LIMIT) -> list[Any]:
+        """Every worker's answer to ``request``. ``doing`` says what was waited for when none comes."""
+        for rank in range(self.size):
+            self._send(rank, (request, arguments), doing or request)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(answers) < self.size:
+            late = [rank for rank in range(self.size) if rank not in answers]
+            ready = wait([self._pipes[rank] for rank in late], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise GangError(
+                    f"waited {limit:g} s for {doing or request}: no answer from rank {', '.join(map(str, late))}; "
+                    f"is the machine very busy? Give fewer --levels or --model, or --quick"
+                )
+            for rank in (rank for rank in late if self._pipes[rank] in ready):
+                answers[rank] = self._receive(rank, doing or request)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _send(self, rank: int, message: Any, doing: str) -> None:
+        try:
+            self._pipes[rank].send(message)
+        except OSError:
+            raise self._died(rank, doing) from None
+
+    def _receive(self, rank: int, doing: str) -> Any:
+        try:
+            how, answer = self._pipes[rank].recv()
+        except (EOFError, OSError):
+            raise self._died(rank, doing) from None
+        if how == "failed":
+            raise GangError(f"rank {rank} failed at {doing}:\n{answer}")
+        return answer
+
+    def _died(self, rank: int, doing: str) -> GangError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(timeout=5)
+        said = (self._logs / str(rank)).read_text(errors="replace").strip().splitlines()[-15:]
+        status = self._processes[rank].returncode
+        return GangError("\n  ".join([f"rank {rank} ended (status {status}) at {doing}", *said]))
+
+    # The cluster
+
+    def level(self, name: str) -> tuple[float, ...]:
+        """Make this machine play one of the papers' levels from now on, with as many threads as whole cores."""
+        shares = level(name, cores())
+        self.cpu(shares)
+        self.threads([max(1, math.floor(share + 1e-6)) for share in shares])
+        return shares
+
+    def cpu(self, shares: Sequence[float]) -> None:
+        self.shares = tuple(shares)
+        self.emulator.change(cpu=list(shares))
+
+    def threads(self, counts: Sequence[int]) -> None:
+        self.all("threads", list(counts), doing="setting the number of threads")
+
+    @property
+    def step(self) -> int:
+        """The step that the training under way has reached."""
+        return int.from_bytes(self.emulator.progress_file.read_bytes()[:8], "little")
+
+    @contextlib.contextmanager
+    def session(self, workload: str, size: str = "small", *, watch: bool = True) -> Iterator[int]:
+        """A process group and a workload for the contestants to come. Yields the model's least batch."""
+        from torch.distributed import TCPStore
+
+        address = self.emulator.host_address
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        begun = self.all("begin", address, self._store.port, workload, size, watch, doing=f"the session {workload}")
+        yield begun[0]
+        self.all("end", doing=f"the end of the session {workload}")
+        self._store = None
+
+    def block(self, name: str, *arguments: Any, limit: float = LIMIT) -> Trace:
+        """Let a contestant train for a block."""
+        return Trace.of(self.all("block", name, *arguments, doing=f"steps of {name}", limit=limit))
+
+
+def _end_on_sigterm(undo: contextlib.ExitStack) -> None:
+    """A polite request to end cleans up as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    undo.callback(signal.signal, signal.SIGTERM, before)

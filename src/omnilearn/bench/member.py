@@ -1,0 +1,164 @@
+"""One worker of a benchmark's gang: started once, does what it is told over a socket, one thing after the other.
+
+Run as ``python -m omnilearn.bench.member FD RANK SIZE``. Every request is the name of a method of ``Member`` and its
+arguments; every answer is its result, or the traceback.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections import Counter
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from omnilearn.bench.contestants import TIMEOUT, Block, Job, Omni, Plain, local_steps
+from omnilearn.bench.workloads import Pool, digits, workload
+from omnilearn.cluster.resources import cores
+from omnilearn.control import Optimal, Policy, Proportional
+from omnilearn.pytorch.model import smallest_batch
+
+POOL = 4
+"""Global batches of data that are held."""
+
+
+class Member:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
+        self.job: Job | None = None
+        self.contestants: dict[str, Any] = {}
+
+    def ready(self, device: str) -> dict[str, Any]:
+        """The first request: everything is imported when it is answered."""
+        # torch imports its compiler with the first optimizer, which takes long on a part of a core.
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)
+        return {"cores": cores(), "pid": os.getpid()}
+
+    def threads(self, counts: list[int]) -> None:
+        torch.set_num_threads(counts[self.rank])
+
+    def begin(self, address: str, port: int, name: str, size: str, watch: bool) -> int:
+        """Meet the others and get the data of a workload: the start of a session. Returns the model's least batch."""
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(self.size),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        if self.size > 1:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+        what = workload(name, size)
+        pool = what.dataset(POOL * what.global_batch)
+        assert isinstance(pool, Pool)
+        self.job = Job(what, pool, self.device, self.rank, self.size, watch)
+        return smallest_batch(what.model())
+
+    def end(self) -> None:
+        """Forget everything of the session."""
+        for name in list(self.contestants):
+            self.close(name)
+        self.job = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _job(self) -> Job:
+        assert self.job is not None, "begin a session first"
+        return self.job
+
+    def open_plain(self, name: str, options: dict[str, Any]) -> None:
+        own_card = self.device.type == "cuda" and torch.cuda.device_count() >= self.size
+        self.contestants[name] = Plain(self._job, backend="nccl" if own_card else "gloo", **options)
+
+    def open_omni(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
+        self.contestants[name] = Omni(self._job, steps, named_policy(policy), **options)
+
+    def close(self, name: str) -> None:
+        contestant = self.contestants.pop(name)
+        if isinstance(contestant, Omni):
+            contestant.close()
+
+    def block(self, name: str, *arguments: Any) -> Block:
+        result: Block = self.contestants[name].block(*arguments)
+        return result
+
+    def reasons(self, name: str) -> list[tuple[int, tuple[int, ...], str]]:
+        """Every plan OmniLearn decided on: the step from which it held, the batches, why."""
+        return list(self.contestants[name].reasons)
+
+    def curve(self, sizes: list[list[int]], repeats: int, seconds: float) -> list[tuple[int, float]]:
+        return list(local_steps(self._job, sizes[self.rank], repeats, seconds))
+
+    def accuracy(self, name: str, rank: int) -> float | None:
+        """Of a classifier on the digits it was not trained with, as worker ``rank`` has it."""
+        if rank != self.rank:
+            return None
+        model, test = self.contestants[name].model, digits(train=False)
+        model.eval()
+        with torch.no_grad():
+            right = (model(test.x.to(self.device)).argmax(1).cpu() == test.y).float().mean()
+        model.train()
+        return float(right)
+
+
+def named_policy(text: str) -> str | Policy:
+    """A policy by a name that can be sent: ``optimal``, ``optimal from uniform``, ``proportional every 20``."""
+    word, _, option = text.partition(" ")
+    if option == "from uniform":
+        return Optimal(first="uniform") if word == "optimal" else Proportional(first="uniform")
+    if option.startswith("every "):
+        return Proportional(every=int(option.removeprefix("every ")))
+    return text
+
+
+def _stable_group_names() -> None:
+    """Let a group that only its members make have the same name on all of them.
+
+    torch names it by the number of groups the rank is in, which differs between ranks as soon as one of them was in a
+    group that another was not in; they then wait for each other under different names. Here the number of groups
+    of these very ranks is used, which is the same on all of them.
+    """
+    made: Counter[tuple[int, ...]] = Counter()
+
+    def name(ranks: list[int]) -> str:
+        made[tuple(ranks)] += 1
+        return f"{'_'.join(map(str, ranks))}.{made[tuple(ranks)]}"
+
+    dist.distributed_c10d._hash_ranks_to_str = name
+
+
+def main(arguments: list[str]) -> None:
+    descriptor, rank, size = map(int, arguments)
+    _stable_group_names()
+    pipe, member = Connection(descriptor), Member(rank, size)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            break
+        name, args = request
+        try:
+            answer = ("done", getattr(member, name)(*args))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        pipe.send(answer)
+    os._exit(0)  # nothing is left to be tidied up, and gloo's threads need not be waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

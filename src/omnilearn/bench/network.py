@@ -1,0 +1,64 @@
+"""Slow links between the workers: where balancing helps, where parking does, and never slower than the best subset.
+
+Every worker has a network of its own with a limited rate in each direction. Same contest as ``bench sync``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from omnilearn.bench.arguments import add_levels, add_models, positive
+from omnilearn.bench.gang import Gang
+from omnilearn.bench.progress import Progress
+from omnilearn.bench.record import Record, Row
+from omnilearn.bench.sync import Contest, Effort, pieces, worst
+from omnilearn.cluster import units
+
+RATES = ("1Gbit", "100Mbit", "20Mbit")
+GOAL = {"vs_best_subset": 0.97}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_levels(parser, ("HL2",))
+    add_models(parser, ("heavy", "chatty"))
+    parser.add_argument("--rates", help=f"of every worker's link (default: {','.join(RATES)}; quick: 100Mbit)")
+    parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 4, quick: 2)")
+
+
+def run(args: argparse.Namespace) -> Record:
+    words = args.rates.split(",") if args.rates else ["100Mbit"] if args.quick else list(RATES)
+    rates = {word.strip(): units.rate("--rates", word) for word in words}
+    if args.quick:
+        args.model = args.model[:1]
+    how = Effort(
+        rounds=args.rounds or (2 if args.quick else 4),
+        block=6 if args.quick else 10,
+        fixed=2,
+        learn=12 if args.quick else 40,
+        epoch=20,
+        starts=0,
+        start_steps=0,
+        policies=("static", "optimal"),
+        quick_search=True,
+    )
+    rows: list[Row] = []
+    summary: dict[str, Any] = {"goal": GOAL, "links": {}}
+    links = [next(iter(rates.values()))] * 4
+    count = len(args.levels) * len(rates) * len(args.model) * pieces(how)
+    with Progress("network", count) as progress, Gang(4, links=links) as gang:
+        for level in args.levels:
+            gang.level(level)
+            for word, rate in rates.items():
+                for worker in range(gang.size):
+                    gang.emulator.change(worker=worker, bandwidth=rate)
+                outcomes = {}
+                for name in args.model:
+                    contest = Contest(gang, f"{level} {word}", name, args.size, how, progress)
+                    rows += contest.run()
+                    outcomes[name] = contest.summary()
+                summary["links"][f"{level} {word}"] = worst(outcomes)
+        summary["emulation"] = gang.emulator.how
+    summary["latency"] = "left out: rates only" if "netem" in summary["emulation"] else "not limited"
+    summary["vs_best_subset"] = min(link["vs_best_subset"] for link in summary["links"].values())
+    return Record("network", rows, summary)

@@ -1,0 +1,136 @@
+"""What OmniLearn costs where it has nothing to do: equal machines, against raw DistributedDataParallel.
+
+Both live in the same processes and take turns in short blocks of steps; every pair of neighbouring blocks gives a
+ratio. ``ratio`` compares a block's typical (median) step, ``ratio_of_totals`` whole blocks, with all that happens
+between steps and at the ends of an epoch. On CUDA single steps cannot be timed without stopping the card, so both are
+of whole blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from omnilearn.bench.arguments import add_device, names, positive
+from omnilearn.bench.gang import Gang, Trace
+from omnilearn.bench.progress import Progress
+from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.workloads import NAMES, workload
+from omnilearn.cluster.resources import cores
+from omnilearn.control import apportion
+from omnilearn.errors import InfeasibleError
+
+GOAL = 1.01
+CONTESTANTS = ("ddp", "uniform", "optimal")
+WARM_UP = 2
+"""Steps at the start of a block that do not count in ``ratio``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=names(NAMES),
+        help="workloads (default: resnet18 and, where scikit-learn is, digits; quick: even)",
+    )
+    parser.add_argument("--size", choices=("small", "full"), default="small", help="of the models (default: small)")
+    parser.add_argument("--nproc", type=positive, default=2, help="equal workers (default: 2)")
+    parser.add_argument("--blocks", type=positive, help="blocks of each contestant (default: 40, quick: 6)")
+    parser.add_argument("--steps", type=positive, help="steps per block (default: 20, quick: 10)")
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> Record:
+    blocks, steps = args.blocks or (6 if args.quick else 40), args.steps or (10 if args.quick else 20)
+    if steps <= WARM_UP:
+        raise InfeasibleError(f"--steps {steps} leaves nothing to measure: the first {WARM_UP} of a block are dropped")
+    if args.model is None:
+        args.model = ("even",) if args.quick else ("resnet18", "digits") if find_spec("sklearn") else ("resnet18",)
+    rows: list[Row] = []
+    models: dict[str, Any] = {}
+    with (
+        Progress("overhead", len(args.model) * (blocks + 1)) as progress,
+        Gang(args.nproc, limited=False, device=args.device) as gang,
+    ):
+        gang.threads([max(1, int(cores()) // args.nproc)] * args.nproc)
+        for name in args.model:
+            models[name], measured = compare(gang, name, args.size, blocks, steps, args.device, progress)
+            rows += measured
+    first = models[args.model[0]]
+    summary = {
+        "model": args.model[0],
+        "nproc": args.nproc,
+        "device": args.device,
+        "blocks": blocks,
+        "steps": steps,
+        "ratio": first["ratio"],
+        "ratio_spread": first["ratio_spread"],
+        "goal": GOAL,
+        "models": models,
+    }
+    return Record("overhead", rows, summary)
+
+
+def compare(
+    gang: Gang, name: str, size: str, blocks: int, steps: int, device: str, progress: Progress
+) -> tuple[dict[str, Any], list[Row]]:
+    batch = workload(name, size).global_batch
+    least = np.ones(gang.size, dtype=np.int64)
+    split = tuple(int(b) for b in apportion(np.ones(gang.size), batch, least, np.full(gang.size, batch)))
+    with gang.session(name, size, watch=False):
+        gang.all("open_plain", "ddp", {})
+        for policy in CONTESTANTS[1:]:
+            gang.all("open_omni", policy, steps, policy, {}, doing=f"setting up {policy}")
+
+        def block(contestant: str) -> Trace:
+            return gang.block(contestant, *([steps, split] if contestant == "ddp" else []))
+
+        for contestant in CONTESTANTS:
+            block(contestant)
+        progress.done(f"{name}: warm-up")
+        traces: dict[str, list[Trace]] = {contestant: [] for contestant in CONTESTANTS}
+        for turn in range(blocks):
+            # Back and forth: nobody always comes after the same neighbour.
+            for contestant in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
+                traces[contestant].append(block(contestant))
+            progress.done(f"{name}: block {turn + 1} of {blocks}")
+    return judge(name, traces, device)
+
+
+def judge(name: str, traces: dict[str, list[Trace]], device: str) -> tuple[dict[str, Any], list[Row]]:
+    def typical(trace: Trace) -> float:
+        return float(np.median(trace.seconds[WARM_UP:])) if device == "cpu" else trace.total / len(trace.seconds)
+
+    rows: list[Row] = []
+    outcome: dict[str, Any] = {}
+    for contestant, own in traces.items():
+        times = median_and_spread(1e3 * typical(trace) for trace in own)
+        ratios = [typical(mine) / typical(raw) for mine, raw in zip(own, traces["ddp"], strict=True)]
+        totals = [mine.total / raw.total for mine, raw in zip(own, traces["ddp"], strict=True)]
+        ratio, total = median_and_spread(ratios), median_and_spread(totals)
+        rows.append(
+            {
+                "model": name,
+                "contestant": contestant,
+                "step_ms": times["median"],
+                "step_ms_lower": times["lower"],
+                "step_ms_upper": times["upper"],
+                "ratio": ratio["median"],
+                "ratio_lower": ratio["lower"],
+                "ratio_upper": ratio["upper"],
+                "ratio_of_totals": total["median"],
+                "batches": "/".join(map(str, own[-1].batches[-1])),
+            }
+        )
+        if contestant == "ddp":
+            outcome["step_ms"] = times["median"]
+        else:
+            outcome[contestant] = {
+                "ratio": ratio["median"],
+                "ratio_spread": [ratio["lower"], ratio["upper"]],
+                "ratio_of_totals": total["median"],
+                "ratio_of_totals_spread": [total["lower"], total["upper"]],
+            }
+    return {"ratio": outcome["optimal"]["ratio"], "ratio_spread": outcome["optimal"]["ratio_spread"], **outcome}, rows

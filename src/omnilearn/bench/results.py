@@ -1,0 +1,222 @@
+"""``docs/results.md`` from the records of benchmarks: ``python -m omnilearn.bench.results docs/results/*.json``.
+
+Everything in it comes from the JSON files; same files, same text. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omnilearn.bench.record import SCHEMA, cell
+from omnilearn.errors import OmniLearnError, UsageError
+
+Data = Mapping[str, Any]
+
+HEAD = """\
+# Results
+
+Made by `make results` from the files in `docs/results/`; do not edit. Every number is a ratio or a median measured in
+one run on the same work, with contestants taking turns (`omnilearn bench NAME --help`). *Uniform* is raw
+DistributedDataParallel with equal batches, *oracle* the best of all fixed splits tried in that run.
+
+The papers (Tyagi and Sharma, ACSOS 2020 and OmniLearn 2025) claim 14–85% less training time, 26% on average, on CPU
+clusters of their heterogeneity levels; 4 times the speed for ResNet-50 on a GPU + CPU pair, and 4.5 times on two T4 and
+two P4 cards.
+"""
+
+
+def render(records: Iterable[tuple[str, Data]]) -> str:
+    """The page for these records, each with the name of its file."""
+    order = {name: place for place, name in enumerate(SECTIONS)}
+    known = sorted(records, key=lambda item: (order.get(item[1]["bench"], len(order)), item[0]))
+    parts = [HEAD]
+    if not known:
+        parts.append("No results yet: `omnilearn bench sync --json docs/results/sync.json`, then `make results`.\n")
+    for name, record in known:
+        if record["bench"] not in SECTIONS:
+            raise UsageError(f"{name}: unknown benchmark {record['bench']!r}: there are {', '.join(SECTIONS)}")
+        title, section = SECTIONS[record["bench"]]
+        parts += [f"## {title}\n", _origin(name, record), *section(record)]
+    return "\n".join(parts)
+
+
+def _origin(name: str, record: Data) -> str:
+    here = record["machine"]
+    gpu = f", {', '.join(here['gpu'])}" if here["gpu"] else ""
+    torch = f", torch {here['torch']}" if here["torch"] else ""
+    return (
+        f"`{record['command']}` on {record['date'][:10]}: {here['cpu']}, {here['cores']} cores{gpu}, "
+        f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).\n"
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
+    lines += [[cell(value) for value in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _spread(values: Sequence[float] | None) -> str:
+    return f"{cell(values[0])}–{cell(values[1])}" if values else "–"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+# --- one function per benchmark -----------------------------------------------------------------------------
+
+
+def _overhead(record: Data) -> list[str]:
+    summary = record["summary"]
+    rows = [
+        [model, contestant, own["step_ms"], *(f"{own[contestant][key]:.3f}" for key in ("ratio", "ratio_of_totals")),
+         "–".join(f"{value:.3f}" for value in own[contestant]["ratio_spread"])]
+        for model, own in summary["models"].items()
+        for contestant in ("optimal", "uniform")
+    ]  # fmt: skip
+    columns = ["model", "policy", "raw DDP, ms a step", "ratio", "of whole blocks", "quartiles of the ratio"]
+    pairs = f"{summary['blocks']} pairs of blocks of {summary['steps']} steps"
+    return [
+        f"Time of a step over that of raw DDP, {summary['nproc']} equal workers on {summary['device']}, {pairs}. "
+        f"Goal: at most {summary['goal']}.\n",
+        table(columns, rows),
+    ]
+
+
+def _contest(levels: Data, claim: str = "") -> list[str]:
+    """The summaries of ``sync`` and ``network``."""
+    rows, saved = [], []
+    for level, outcome in levels.items():
+        for name, own in outcome["workloads"].items():
+            saved.append(1 - 1 / own["speedup_vs_uniform"])
+            split = "/".join(map(str, own["oracle"]))
+            rows.append(
+                [level, name, own["speedup_vs_uniform"], _spread(own["speedup_vs_uniform_spread"]), _percent(saved[-1]),
+                 own["fraction_of_oracle"], own["vs_best_subset"], own["vs_best_single"], own["steps_to_90"], split]
+            )  # fmt: skip
+    columns = ["level", "workload", "times faster than uniform", "quartiles", "less time", "of the oracle",
+               "of the best subset", "of the best single worker", "steps to 0.9", "oracle's split"]  # fmt: skip
+    least, most, mean = _percent(min(saved)), _percent(max(saved)), _percent(sum(saved) / len(saved))
+    return [table(columns, rows), f"Less time than uniform: {least} to {most}, {mean} on average{claim}.\n"]
+
+
+def _others(levels: Data) -> list[str]:
+    names = list(dict.fromkeys(p for o in levels.values() for own in o["workloads"].values() for p in own["others"]))
+    rows = [
+        [level, name, own["fraction_of_oracle"], *(own["others"].get(p, {}).get("fraction_of_oracle") for p in names),
+         own["fraction_of_oracle"] / own["speedup_vs_uniform"]]
+        for level, outcome in levels.items()
+        for name, own in outcome["workloads"].items()
+    ]  # fmt: skip
+    return [
+        "Speed as a fraction of the oracle's (*prototype*: the papers' controller, once per epoch):\n",
+        table(["level", "workload", "optimal", *names, "uniform DDP"], rows),
+    ]
+
+
+def _sync(record: Data) -> list[str]:
+    levels = record["summary"]["levels"]
+    return [*_contest(levels, " (the papers: 14–85%, 26% on average)"), *_others(levels), *_measured(record)]
+
+
+def _network(record: Data) -> list[str]:
+    links = record["summary"]["links"]
+    return [*_contest(links), *_others(links), *_measured(record)]
+
+
+def _dynamic(record: Data) -> list[str]:
+    parts = []
+    for name, own in record["summary"]["workloads"].items():
+        totals = own["total_s"]
+        rows = [
+            [who, total["median"], _spread([total["lower"], total["upper"]]), total["median"] / totals["ddp"]["median"]]
+            for who, total in totals.items()
+        ]
+        parts += [
+            f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}. "
+            f"Most steps after a change until 0.9 of the new oracle: {cell(own['steps_to_90'])} "
+            f"(goal: {record['summary']['goal']}).\n",
+            table(["contestant", "seconds", "quartiles", "of uniform's time"], rows),
+        ]
+    return parts + _measured(record)
+
+
+def _ablation(record: Data) -> list[str]:
+    summary = record["summary"]
+    rows = [
+        [level, variant, own["seconds_to_accuracy"], own["seconds_per_epoch"], own["final_accuracy"],
+         summary["variants"][variant]]
+        for level, variants in summary["levels"].items()
+        for variant, own in variants.items()
+    ]  # fmt: skip
+    columns = ["level", "variant", f"seconds to {summary['accuracy']}", "seconds per epoch", "final accuracy", ""]
+    return [
+        f"Scikit-learn's digits, {summary['epochs']} epochs at most, {summary['seeds']} seeds. Left out: "
+        f"{summary['left_out']}.\n",
+        table(columns, rows),
+    ]
+
+
+def _control(record: Data) -> list[str]:
+    summary = record["summary"]
+    timed = [
+        [row["measured"], row["median"], _spread([row["lower"], row["upper"]]), row["goal"]]
+        for row in record["rows"]
+        if "goal" in row
+    ]
+    quality = [
+        [row["cluster"], row["policy"], row["fraction_of_oracle"], row["replans_to_97"]]
+        for row in record["rows"]
+        if "cluster" in row
+    ]
+    return [
+        f"Deciding alone, for {summary['workers']:,} workers:\n",
+        table(["measured", "median", "quartiles", "goal"], timed),
+        f"Simulated from measured curves with {_percent(summary['noise'])} noise, from a uniform start:\n",
+        table(["cluster", "policy", "of the oracle", "re-plans to 0.97"], quality),
+    ]
+
+
+def _measured(record: Data) -> list[str]:
+    columns = list(record["rows"][0])
+    rows = table(columns, ([row[column] for column in columns] for row in record["rows"]))
+    return ["<details><summary>All rows</summary>\n", rows, "</details>\n"]
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
+    "sync": ("Synchronous training at the papers' levels", _sync),
+    "dynamic": ("A cluster that changes", _dynamic),
+    "network": ("Slow links", _network),
+    "overhead": ("Cost on equal machines", _overhead),
+    "ablation": ("What each part is worth", _ablation),
+    "control": ("Decisions", _control),
+}
+
+
+def read(path: Path) -> Data:
+    try:
+        record: Data = json.loads(path.read_text(encoding="utf-8"))
+        schema = record["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a benchmark's record: {type(error).__name__}: {error}") from error
+    if schema != SCHEMA:
+        raise UsageError(f"{path} has schema {schema}, this version reads {SCHEMA}: run the benchmark again")
+    return record
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        print(render((Path(word).name, read(Path(word))) for word in arguments), end="")
+    except OmniLearnError as error:
+        print(f"omnilearn: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,282 @@
+"""Synchronous training at the papers' heterogeneity levels: uniform DDP, the policies, and the best fixed split.
+
+Per level and workload: the oracle is searched (``oracle.py``), the policies learn, then all take turns in short
+blocks, several rounds. Ratios are taken within a round and their median is reported, so that a machine that slows
+down for a while slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from omnilearn.bench import oracle
+from omnilearn.bench.arguments import add_levels, add_models, positive
+from omnilearn.bench.gang import Batches, Floats, Gang, Trace, joined
+from omnilearn.bench.oracle import SPLITS, Search, show
+from omnilearn.bench.progress import Progress
+from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.workloads import workload
+
+LEVELS = ("HL1", "HL2", "HL4", "HL8")
+POLICIES = ("static", "proportional", "prototype", "optimal")
+FIXED = ("static",)
+"""Policies with nothing to learn."""
+NEAR = 0.9
+GOALS = {
+    "HL8": {"fraction_of_oracle": 0.95, "speedup_vs_uniform": {"heavy": 2.0, "chatty": 8.0}},
+    "HL1": {"speedup_vs_uniform": 0.99},
+    "all": {"vs_best_subset": 0.97},
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long things are measured, in steps and rounds."""
+
+    rounds: int
+    block: int
+    """Steps per block of a policy; an epoch to OmniLearn."""
+    fixed: int
+    """Measured steps per block of a fixed split."""
+    learn: int
+    epoch: int
+    """Steps after which the prototype adjusts; its authors' epochs are longer."""
+    starts: int
+    """Runs from uniform batches, for ``steps_to_90``."""
+    start_steps: int
+    policies: tuple[str, ...] = POLICIES
+    quick_search: bool = False
+
+
+def effort(quick: bool) -> Effort:
+    if quick:
+        return Effort(
+            rounds=2,
+            block=6,
+            fixed=2,
+            learn=12,
+            epoch=10,
+            starts=1,
+            start_steps=16,
+            policies=("static", "optimal"),
+            quick_search=True,
+        )
+    return Effort(rounds=8, block=12, fixed=4, learn=60, epoch=20, starts=3, start_steps=40)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_levels(parser, LEVELS)
+    add_models(parser, ("heavy", "even", "chatty"))
+    parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
+
+
+def run(args: argparse.Namespace) -> Record:
+    how = effort(args.quick)
+    if args.rounds:
+        how = replace(how, rounds=args.rounds)
+    rows: list[Row] = []
+    summary: dict[str, Any] = {"goals": GOALS, "effort": asdict(how), "levels": {}}
+    with Progress("sync", len(args.levels) * len(args.model) * pieces(how)) as progress, Gang(4) as gang:
+        for level in args.levels:
+            gang.level(level)
+            outcomes = {}
+            for name in args.model:
+                contest = Contest(gang, level, name, args.size, how, progress)
+                rows += contest.run()
+                outcomes[name] = contest.summary()
+            summary["levels"][level] = worst(outcomes)
+        summary["emulation"] = gang.emulator.how
+    return Record("sync", rows, summary)
+
+
+def pieces(how: Effort) -> int:
+    """What a contest reports as done."""
+    return 4 + how.rounds + (how.starts > 0)
+
+
+def worst(outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A level's summary: the least over the workloads, and each of them."""
+    keys = ("speedup_vs_uniform", "fraction_of_oracle", "vs_best_subset")
+    level: dict[str, Any] = {key: min(outcome[key] for outcome in outcomes.values()) for key in keys}
+    steps = [outcome["steps_to_90"] for outcome in outcomes.values()]
+    level["steps_to_90"] = None if None in steps else max(steps)
+    return {**level, "workloads": outcomes}
+
+
+@dataclass
+class Contest:
+    """One workload at one level."""
+
+    gang: Gang
+    level: str
+    name: str
+    size: str
+    how: Effort
+    progress: Progress
+    rounds: dict[str, list[Trace]] = field(default_factory=dict)
+    splits: dict[str, Batches] = field(default_factory=dict)
+    starts: list[Trace] = field(default_factory=list)
+    search: Search | None = None
+    plans: list[tuple[int, Batches, str]] = field(default_factory=list)
+
+    def run(self) -> list[Row]:
+        gang, how = self.gang, self.how
+        batch = workload(self.name, self.size).global_batch
+        with gang.session(self.name, self.size) as least:
+            gang.all("open_plain", SPLITS, {})
+            self.search = oracle.search(gang, batch, least, quick=how.quick_search, say=self._done)
+            for policy in how.policies:
+                kind = f"proportional every {how.epoch}" if policy == "prototype" else policy
+                gang.all("open_omni", policy, how.block, kind, {}, doing=f"setting up {policy}")
+            for policy in (policy for policy in how.policies if policy not in FIXED):
+                for _ in range(-(-how.learn // how.block)):
+                    last = gang.block(policy)
+                if policy == "optimal":
+                    ended = last.batches[-1]
+            self._done("policies have learned")
+            self._choose(batch, ended)
+            for turn in range(how.rounds):
+                contestants = [*self.splits, *how.policies]
+                for contestant in contestants if turn % 2 else contestants[::-1]:
+                    self.rounds.setdefault(contestant, []).append(self._block(contestant))
+                self._done(f"round {turn + 1} of {how.rounds}")
+            self.plans = gang.all("reasons", "optimal")[0]
+            for start in range(how.starts):
+                name = f"start {start}"
+                gang.all("open_omni", name, how.start_steps, "optimal from uniform", {}, doing="setting up a start")
+                self.starts.append(gang.block(name))
+                gang.all("close", name)
+            if how.starts:
+                self._done("starts from uniform")
+        return self._rows()
+
+    def _done(self, text: str) -> None:
+        self.progress.done(f"{self.level} {self.name}: {text}")
+
+    def _choose(self, batch: int, ended: Batches) -> None:
+        """The fixed splits that take part in the rounds: uniform DDP, and whoever may be the oracle."""
+        assert self.search is not None
+        size = self.gang.size
+        self.splits["ddp"] = (batch // size,) * size
+        finalists = [*self.search.fastest(2), self.search.best(lambda n: n < size), self.search.best(lambda n: n == 1)]
+        # Where the policy ended is a split too, and may be the best.
+        for split in dict.fromkeys([*finalists, ended]):
+            if split is not None:
+                self.splits[show(split)] = split
+
+    def _block(self, contestant: str) -> Trace:
+        if contestant in self.splits:
+            steps = self.how.fixed + oracle.WARM_UP
+            return self.gang.block(SPLITS, steps, self.splits[contestant]).after(oracle.WARM_UP)
+        return self.gang.block(contestant).after(1)
+
+    # What came out
+
+    def _median(self, contestant: str) -> float:
+        return float(np.median(joined(self.rounds[contestant]).seconds))
+
+    def _ratio(self, contestant: str, other: str) -> dict[str, float]:
+        """How many times faster ``contestant`` is than ``other``, round by round."""
+        pairs = zip(self.rounds[contestant], self.rounds[other], strict=True)
+        return median_and_spread(float(np.median(b.seconds) / np.median(a.seconds)) for a, b in pairs)
+
+    def _best(self, least: int, most: int) -> str:
+        fitting = [name for name, split in self.splits.items() if least <= oracle.active(split) <= most]
+        return min(fitting, key=self._median)
+
+    def summary(self) -> dict[str, Any]:
+        assert self.search is not None
+        size = self.gang.size
+        best, subset, single = self._best(1, size), self._best(1, size - 1), self._best(1, 1)
+        found: dict[str, Any] = {}
+        for key, other in (
+            ("speedup_vs_uniform", "ddp"),
+            ("fraction_of_oracle", best),
+            ("vs_best_subset", subset),
+            ("vs_best_single", single),
+        ):
+            ratio = self._ratio("optimal", other)
+            found[key], found[f"{key}_spread"] = ratio["median"], [ratio["lower"], ratio["upper"]]
+        reached = [steps_to(trace.seconds, self._median(best)) for trace in self.starts]
+        found["steps_to_90"] = (
+            None if None in reached or not reached else float(np.median([s for s in reached if s is not None]))
+        )
+        found["oracle"], found["best_subset"] = self.splits[best], self.splits[subset]
+        found["oracle_ms"] = 1e3 * self._median(best)
+        found["others"] = {
+            policy: {
+                "speedup_vs_uniform": self._ratio(policy, "ddp")["median"],
+                "fraction_of_oracle": self._ratio(policy, best)["median"],
+            }
+            for policy in self.how.policies
+            if policy != "optimal"
+        }
+        curve = self.search.curve
+        found["curves_ms"] = [[1e3 * a, 1e3 * b] for a, b in zip(curve.alpha, curve.beta, strict=True)]
+        found["reduce_ms"] = (1e3 * curve.cost).tolist()
+        found["plans"] = [f"{step}: {show(split)} {reason}" for step, split, reason in self.plans]
+        found["splits_tried"], found["sets_left_out"] = len(self.search.tried), self.search.left_out
+        return found
+
+    def _rows(self) -> list[Row]:
+        best, subset = self._best(1, self.gang.size), self._best(1, self.gang.size - 1)
+        rows = []
+        for contestant in ("ddp", *self.how.policies, *(name for name in self.splits if name != "ddp")):
+            name = contestant
+            if contestant in self.splits and contestant != "ddp":
+                name = "oracle" if contestant == best else "best subset" if contestant == subset else "fixed split"
+            rows.append({"level": self.level, "workload": self.name, "contestant": name, **describe(
+                joined(self.rounds[contestant]), workload(self.name, self.size).global_batch
+            )})  # fmt: skip
+        return rows
+
+
+def describe(trace: Trace, batch: int) -> Row:
+    """Step time, throughput, split and balance of some steps."""
+    times = median_and_spread(1e3 * trace.seconds)
+    last = trace.batches[-1]
+    return {
+        "step_ms": times["median"],
+        "lower": times["lower"],
+        "upper": times["upper"],
+        "samples_per_s": 1e3 * batch / times["median"],
+        "batches": show(last),
+        "parked": ",".join(str(k) for k, size in enumerate(last) if not size) or "–",
+        "imbalance": imbalance(trace),
+        "waiting": waiting(trace),
+    }
+
+
+def imbalance(trace: Trace) -> float | None:
+    """The busiest worker over the mean of those that took part: 1 is balanced."""
+    known = [row[~np.isnan(row)] for row in trace.busy if not np.isnan(row).all()]
+    return float(np.median([row.max() / row.mean() for row in known])) if known else None
+
+
+def waiting(trace: Trace) -> float | None:
+    """The share of their time that workers which take part spend waiting."""
+    busy, wait = np.nansum(trace.busy), np.nansum(trace.wait)
+    return float(wait / (busy + wait)) if busy else None
+
+
+def steps_to(seconds: Sequence[float] | Floats, best: float, near: float = NEAR) -> int | None:
+    """The first step from which the speed (median of three) stays at ``near`` of the best; None: not reached.
+
+    >>> steps_to([4, 4, 1, 1, 9, 1, 1], 1.0)
+    2
+    """
+    speeds = best / np.maximum(np.asarray(seconds, dtype=float), 1e-9)
+    if len(speeds) < 3:
+        return None
+    smooth = np.median(np.lib.stride_tricks.sliding_window_view(speeds, 3), axis=1)
+    bad = np.flatnonzero(smooth < near)
+    first = int(bad[-1]) + 1 if len(bad) else 0
+    # The first median that is good may begin with one more slow step.
+    while first < len(speeds) and speeds[first] < near:
+        first += 1
+    return first if first < len(smooth) else None

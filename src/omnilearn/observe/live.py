@@ -1,0 +1,175 @@
+"""A running job on the terminal: one line per worker, and how far training is. Plain lines where there is no terminal.
+
+Follows the event files, so it needs nothing of the job but its log folder. rich is imported when a view is made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from omnilearn.observe import words
+from omnilearn.observe.board import Board, Worker
+from omnilearn.observe.events import Follower
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+REFRESH = 0.25  # seconds, on a terminal
+PLAIN_EVERY = 5.0  # seconds, elsewhere
+WIDEST_BAR = 40
+
+
+class LiveView:
+    """``with LiveView(folder, "training") as view: while …: view.update()``. ``board`` holds what was seen.
+
+    ``epochs`` and ``target`` (of the metric "accuracy") are shown where the caller knows them.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        title: str,
+        *,
+        epochs: int | None = None,
+        target: float | None = None,
+        console: Console | None = None,
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.board, self.title, self.epochs, self.target = Board(), title, epochs, target
+        self.starting = "starting the workers"
+        self.cores: Sequence[float] | None = None  # where the caller knows better than the workers can see
+        self.console = console or Console(highlight=False)
+        self._follower = Follower(folder)
+        self._since = self._said = time.monotonic()
+        self._last_line = ""
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        else:
+            self.console.print(f"{self.title}: {self.starting}", soft_wrap=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._read()
+        if self._live is not None:
+            self._live.update(self.render(), refresh=True)
+            self._live.stop()
+        elif error is None:
+            self._say()
+
+    def _read(self) -> None:
+        self.board.feed(self._follower.poll())
+        for worker, cores in zip(self.board.workers, self.cores or (), strict=False):
+            worker.cores = cores
+
+    def update(self) -> None:
+        """Read what is new and show it."""
+        self._read()
+        if self._live is not None:
+            self._live.update(self.render(), refresh=True)
+        elif time.monotonic() - self._said >= PLAIN_EVERY:
+            self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        line = self.line()
+        if line != self._last_line:
+            self.console.print(line, soft_wrap=True)
+        self._last_line = line
+
+    def follow(self, alive: Callable[[], bool]) -> Board:
+        """Update until the job is over."""
+        while alive():
+            self.update()
+            time.sleep(REFRESH)
+        return self.board
+
+    # What is shown
+
+    def render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        board = self.board
+        head = Text(self.title, style="bold")
+        if not board.workers:
+            seconds = time.monotonic() - self._since
+            return Group(head, Text(f"  {self.starting} … {seconds:.0f} s", style="dim"))
+        lines: list[Any] = [head, self._table(), Text("  " + " · ".join(self._progress()))]
+        if board.error:
+            lines.append(Text(f"  failed: {board.error}", style="red"))
+        elif board.plan is not None:
+            lines.append(Text(f"  plan: {words.reason(board.plan)}", style="dim"))
+        return Group(*lines)
+
+    def _table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        utf8 = (self.console.encoding or "").lower().startswith("utf")
+        full, empty = ("█", "░") if utf8 else ("#", ".")
+        places = [worker.place[:20] for worker in self.board.workers]
+        width = max(10, min(WIDEST_BAR, self.console.width - 36 - max(map(len, places))))
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("  worker", justify="right")
+        table.add_column("has")
+        table.add_column("batch", justify="right")
+        legend = f"computing {full} waiting {empty}"
+        table.add_column(legend if len(legend) <= width else "compute/wait", width=width, no_wrap=True)
+        table.add_column("samples/s", justify="right")
+        for worker, place in zip(self.board.workers, places, strict=True):
+            bar = _bar(worker, width, full, empty)
+            if worker.parked:
+                table.add_row(str(worker.rank), place, "–", bar, Text("parked", style="yellow"))
+            else:
+                rate = f"{worker.rate:,.0f}" if worker.rows else ""
+                table.add_row(str(worker.rank), place, str(worker.batch), bar, rate)
+        return table
+
+    def _progress(self) -> list[str]:
+        board = self.board
+        value = board.metric["accuracy"] if board.metric is not None else None
+        reached = value is not None and self.target is not None and value >= self.target
+        most = f" of at most {self.epochs}" if self.epochs and not reached else ""
+        parts = [f"epoch {board.epoch + 1}{most}", f"step {board.step}"]
+        if board.rate:
+            parts.append(f"{board.rate:,.0f} samples/s")
+        if board.metric is not None:
+            wanted = f" of {self.target:g}" if self.target is not None and not reached else ""
+            after = f", reached in {board.metric['seconds']:.1f} s" if reached else ""
+            parts.append(f"accuracy {value:.3f}{wanted}{after}")
+        return parts
+
+    def line(self) -> str:
+        """All of it in one line."""
+        board, seconds = self.board, time.monotonic() - self._since
+        if not board.workers:
+            return f"{self.title}: {self.starting} … {seconds:.0f} s"
+        parts = [*self._progress(), "batches " + " ".join(str(w.batch) if w.batch else "–" for w in board.workers)]
+        waits = [f"{1 - w.computing:.0%}" if w.computing is not None and not w.parked else "–" for w in board.workers]
+        parts.append("waiting " + " ".join(waits))
+        if board.error:
+            parts.append(f"failed: {board.error}")
+        elif board.plan is not None:
+            parts.append(f"plan: {words.reason(board.plan)}")
+        return f"{self.title}: " + ", ".join(parts)
+
+
+def _bar(worker: Worker, width: int, full: str, empty: str) -> Any:
+    from rich.text import Text
+
+    share = worker.computing
+    if worker.parked or share is None:
+        return Text("")
+    busy = round(share * width)
+    return Text.assemble((full * busy, "green"), (empty * (width - busy), "red"))

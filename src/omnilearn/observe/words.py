@@ -1,0 +1,46 @@
+"""Plans in words: why batches are as they are, for people who have not read the code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnilearn.observe.events import Event
+
+REASONS = {
+    "start": "first plan",
+    "uniform": "equal batches for all",
+    "nominal speeds": "first guess: batches in proportion to cores or FLOP/s",
+    "rebalance": "rebalanced, so that all finish together",
+    "proportional control": "rebalanced, so that all finish together",
+    "learn the curves": "batches moved a little, to learn how long each worker takes",
+    "park: try": "trying without {parked}",
+    "park: kept": "without {parked}: measured, and faster",
+    "unpark: try": "trying with more workers",
+    "unpark: kept": "with more workers: measured, and faster",
+    "exchange: try": "trying other workers",
+    "exchange: kept": "other workers: measured, and faster",
+    "tried, slower: back": "another set of workers was tried and was slower: back",
+    "ask the parked again": "asking the parked again",
+    "restored": "as saved in the checkpoint",
+}
+
+
+def reason(plan: Event) -> str:
+    """Why this plan was made; what it promises, where it does."""
+    given = str(plan.get("reason", ""))
+    words = REASONS[given].format(parked=workers(plan.get("parked", ()))) if given in REASONS else given
+    predicted, before = plan.get("predicted"), plan.get("instead_of")
+    if given.endswith((": try", "rebalance")) and predicted and before and predicted < before:
+        words += f" (a step: {before * 1e3:.0f} → {predicted * 1e3:.0f} ms expected)"
+    return words
+
+
+def workers(ranks: Sequence[int]) -> str:
+    """
+    >>> workers([0, 1, 2])
+    'workers 0, 1 and 2'
+    """
+    named = [str(rank) for rank in ranks]
+    if len(named) < 2:
+        return f"worker {named[0]}" if named else "nobody"
+    return f"workers {', '.join(named[:-1])} and {named[-1]}"

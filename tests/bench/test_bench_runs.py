@@ -1,0 +1,135 @@
+"""``omnilearn bench overhead`` and ``sync``, run for real on this machine: shape and sanity, no times."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from omnilearn.bench.gang import Gang, GangError
+from omnilearn.bench.workloads import workload
+from omnilearn.cluster import cgroup
+from omnilearn.cluster.owner import PREFIX
+
+
+def bench(*words: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "omnilearn", "bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def measured(tmp_path: Path, name: str, *words: str) -> dict[str, Any]:
+    path = tmp_path / f"{name}.json"
+    done = bench(name, "--quick", *words, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    read: dict[str, Any] = json.loads(path.read_text())
+    assert set(read) == {"schema", "bench", "command", "version", "date", "machine", "summary", "rows"}
+    assert read["bench"] == name
+    assert f"bench {name}: [" in done.stderr  # progress goes there
+    assert f"bench {name}" not in done.stdout
+    assert read["rows"][0]["contestant"] in done.stdout
+    return read
+
+
+def test_overhead(tmp_path: Path) -> None:
+    read = measured(tmp_path, "overhead", "--model", "chatty", "--blocks", "2", "--steps", "4")
+    summary = read["summary"]
+    lower, upper = summary["ratio_spread"]
+    assert 0.1 < lower <= summary["ratio"] <= upper < 10
+    assert summary["ratio"] == summary["models"]["chatty"]["optimal"]["ratio"]
+    assert summary["goal"] == 1.01
+    by_name = {row["contestant"]: row for row in read["rows"]}
+    assert set(by_name) == {"ddp", "uniform", "optimal"}
+    assert by_name["ddp"]["ratio"] == by_name["ddp"]["ratio_of_totals"] == 1
+    assert by_name["ddp"]["batches"] == by_name["uniform"]["batches"] == "32/32"
+
+
+def test_sync(tmp_path: Path) -> None:
+    read = measured(tmp_path, "sync", "--levels", "HL8", "--model", "chatty")
+    level = read["summary"]["levels"]["HL8"]
+    own = level["workloads"]["chatty"]
+    for key in ("speedup_vs_uniform", "fraction_of_oracle", "vs_best_subset"):
+        assert level[key] == own[key]  # the worst of one
+        lower, upper = own[f"{key}_spread"]
+        assert 0 < lower <= own[key] <= upper
+    assert sum(own["oracle"]) == workload("chatty").global_batch
+    assert own["splits_tried"] >= 4
+    assert any("park" in plan for plan in own["plans"])
+    assert own["sets_left_out"] > 0
+    # FACTS: a tenth of uniform's time on the fastest worker alone. Both the search and the policy find that.
+    assert own["oracle"] == [0, 0, 0, 64]
+    assert own["best_subset"] == own["oracle"]
+    rows = {row["contestant"]: row for row in read["rows"]}
+    assert {"ddp", "static", "optimal", "oracle"} <= set(rows)
+    assert rows["optimal"]["batches"] == "0/0/0/64"
+    assert rows["optimal"]["parked"] == "0,1,2"
+    assert rows["ddp"]["batches"] == "16/16/16/16"
+    assert rows["ddp"]["waiting"] > rows["oracle"]["waiting"]
+    assert level["speedup_vs_uniform"] > 1.5
+
+
+def test_a_failing_worker_is_named_and_nothing_is_left() -> None:
+    with pytest.raises(GangError, match=r"(?s)rank \d failed at set-up:.*KeyError"), Gang(2, limited=False) as gang:
+        gang.all("block", "nobody", doing="set-up")
+    with Gang(2, limited=False) as gang:
+        os.kill(gang._processes[1].pid, signal.SIGKILL)
+        with pytest.raises(GangError, match=r"rank 1 ended .* at a nap"):
+            gang.all("threads", [1, 1], doing="a nap")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_leaves_nothing(number: int) -> None:
+    command = [sys.executable, "-m", "omnilearn", "bench", "sync", "--quick", "--levels", "HL1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    workers: list[psutil.Process] = []
+    while len(workers) < 4 and time.monotonic() < deadline:
+        workers = [c for c in psutil.Process(process.pid).children() if "omnilearn.bench.member" in c.cmdline()]
+        time.sleep(0.05)
+    assert len(workers) == 4
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert "Traceback" not in said
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    assert not [g for g in cgroup.all_groups(PREFIX) if f"-{process.pid}-" in g.name]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sync", "--levels", "HL3"], "unknown name 'HL3'"),
+        (["sync", "--model", "light"], "unknown name 'light'"),
+        (["sync", "--rounds", "0"], "must be at least 1, got 0"),
+        (["dynamic", "--levels", "HL1,HL9"], "unknown name 'HL9'"),
+        (["overhead", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_wrong_use(words: list[str], message: str) -> None:
+    done = bench(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["overhead", "--steps", "2"], "--steps 2 leaves nothing to measure"),
+        (["network", "--rates", "fast"], "--rates 'fast' is not understood"),
+        (["ablation", "--accuracy", "97"], "--accuracy must lie between 0 and 1"),
+    ],
+)
+def test_bad_values_are_told_before_anything_starts(words: list[str], message: str) -> None:
+    done = bench(*words, timeout=60)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,105 @@
+"""The pieces of the contests that need no processes: lines, neighbours, sets, traces, steps until near."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+from omnilearn.bench import oracle, sync
+from omnilearn.bench.contestants import Block
+from omnilearn.bench.gang import Trace, joined
+from omnilearn.bench.oracle import Curve, Search, fit, neighbours, over
+from omnilearn.bench.sync import imbalance, steps_to, waiting, worst
+
+
+@pytest.mark.parametrize("module", [oracle, sync])
+def test_docstrings(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_a_line_never_falls_and_is_never_negative() -> None:
+    assert fit([(8, 1.0), (8, 3.0), (8, 2.0)]) == (0.0, 0.25)
+    alpha, beta = fit([(10, 1.0), (20, 2.2)])  # steeper than proportional
+    assert alpha == 0
+    assert beta == pytest.approx(0.105)
+    alpha, beta = fit([(10, 2.0), (20, 1.0)])  # falling
+    assert alpha > 0
+    assert beta > 0
+
+
+def curve() -> Curve:
+    return Curve(np.array([0.1, 0.1, 0.2]), np.array([0.01, 0.02, 0.04]), np.zeros(4), [])
+
+
+def test_splits_over_sets_of_workers() -> None:
+    split = over(curve(), 60, 1, (0, 2))
+    assert split is not None
+    assert split[1] == 0
+    assert sum(split) == 60
+    assert abs((0.1 + 0.01 * split[0]) - (0.2 + 0.04 * split[2])) < 0.05
+    assert over(curve(), 5, 3, (0, 1)) is None
+    assert len(list(oracle._sets(4, [0, 1, 2, 3]))) == 15
+    assert list(oracle._sets(10, list(range(10))))[2] == (0, 1, 2)
+
+
+def test_neighbours_are_splits_too() -> None:
+    near = list(neighbours((40, 0, 10, 50), 1))
+    assert len(near) == len(set(near)) == 6
+    assert (40, 0, 10, 50) not in near
+    for split in near:
+        assert sum(split) == 100
+        assert split[1] == 0
+        assert min(split[0], split[2], split[3]) >= 1
+    assert list(neighbours((0, 0, 0, 64), 1)) == []
+    assert all(min(split[0], split[1]) >= 2 for split in neighbours((2, 6), 2))
+
+
+def test_the_best_of_what_was_tried() -> None:
+    found = Search(curve(), {(60, 0, 0): [3.0, 3.2], (40, 20, 0): [2.0, 2.1, 9.0], (30, 20, 10): [2.5]})
+    assert found.best() == (40, 20, 0)
+    assert found.best(lambda workers: workers == 1) == (60, 0, 0)
+    assert found.best(lambda workers: workers > 3) is None
+    assert found.fastest(2) == [(40, 20, 0), (30, 20, 10)]
+
+
+def test_a_step_lasts_until_its_last_worker() -> None:
+    a = Block(begin=10.0, ends={0: 11.0, 1: 12.0, 2: 13.0}, samples={0: 3, 1: 3, 2: 8}, busy={1: 0.5}, wait={1: 0.5})
+    # The second worker is slow to end its last step before it is parked.
+    b = Block(begin=10.5, ends={0: 11.5, 1: 13.2}, samples={0: 5, 1: 5}, busy={1: 1.0}, wait={1: 0.0})
+    idle = Block(begin=99.0, end=99.0)
+    a.end = b.end = 13.5
+    trace = Trace.of([a, b, idle])
+    assert trace.seconds.tolist() == pytest.approx([1.0, 1.7, 0.0])
+    assert trace.batches == [(3, 5, 0), (3, 5, 0), (8, 0, 0)]
+    assert trace.total == pytest.approx(3.0)
+    assert imbalance(trace) == pytest.approx(1 / 0.75)
+    assert waiting(trace) == pytest.approx(0.25)
+    assert trace.after(1).first == 1
+    assert joined([trace, trace.after(2)]).batches[-1] == (8, 0, 0)
+    assert imbalance(trace.after(2)) is None
+
+
+def test_steps_to() -> None:
+    assert steps_to([1, 1, 1], 1.0) == 0
+    assert steps_to([5, 5, 5, 1, 1, 1], 1.0) == 3
+    assert steps_to([5, 5, 1, 1, 5, 5, 1, 1, 1], 1.0) == 6  # it did not stay
+    assert steps_to([5, 1, 1, 5, 1, 1, 1], 1.0) == 1  # one slow step is nothing
+    assert steps_to([5, 5, 5, 5], 1.0) is None
+    assert steps_to([1, 1], 1.0) is None
+
+
+def test_a_level_is_as_good_as_its_worst_workload() -> None:
+    def outcome(speedup: float, fraction: float, steps: float | None) -> dict[str, float | None]:
+        return {
+            "speedup_vs_uniform": speedup,
+            "fraction_of_oracle": fraction,
+            "vs_best_subset": 1.0,
+            "steps_to_90": steps,
+        }
+
+    level = worst({"a": outcome(3, 0.9, 4), "b": outcome(2, 0.95, 8)})
+    assert (level["speedup_vs_uniform"], level["fraction_of_oracle"], level["steps_to_90"]) == (2, 0.9, 8)
+    assert set(level["workloads"]) == {"a", "b"}
+    assert worst({"a": outcome(3, 0.9, None), "b": outcome(2, 0.95, 8)})["steps_to_90"] is None

@@ -1,0 +1,67 @@
+"""Every example is run for real, alone and with two workers, and stays as short as it promises."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def launch(tmp_path: Path, name: str, *arguments: str, workers: int) -> str:
+    script = [str(EXAMPLES / f"{name}.py"), *arguments]
+    launcher = (
+        ["-m", "omnilearn", "run", "--nproc", str(workers), "--log-dir", str(tmp_path / "log")] if workers else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        cwd=tmp_path,
+        # Some virtual machines announce matrix instructions that they do not execute (oneDNN, bfloat16).
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_ddp_to_omnilearn_changes_at_most_seven_lines() -> None:
+    def code(name: str) -> list[str]:
+        text = (EXAMPLES / f"{name}.py").read_text()
+        return [line for line in text[text.index("import torch") :].splitlines() if line.strip()]
+
+    changes = [line for line in difflib.ndiff(code("ddp"), code("omni")) if line[:2] in ("+ ", "- ")]
+    assert sum(line.startswith("+ ") for line in changes) <= 7, "\n".join(changes)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "checkpoint"])
+def test_example_with_two_workers(tmp_path: Path, name: str) -> None:
+    shown = launch(tmp_path, name, workers=2)
+    epochs = [line for line in shown.splitlines() if "epoch" in line]
+    assert len(epochs) >= 4, shown
+
+
+@pytest.mark.parametrize("name", ["omni", "accumulation"])
+def test_example_alone(tmp_path: Path, name: str) -> None:
+    assert "epoch 4" in launch(tmp_path, name, workers=0)
+
+
+def test_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    outputs = [launch(tmp_path, "checkpoint", "state", workers=2) for _ in range(4)]
+    assert "saved after step 10, in epoch 1" in outputs[0]
+    assert "continuing after step 10, in epoch 1" in outputs[1]
+    assert "saved after step 20, in epoch 2" in outputs[1]
+    assert "continuing after step 30, in epoch 3" in outputs[3]
+    assert "done after step 32" in outputs[3]
+
+
+def test_examples_can_be_read_at_a_glance() -> None:
+    for name in NAMES:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 50, name

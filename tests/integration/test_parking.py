@@ -1,0 +1,141 @@
+"""A parked worker costs nothing, knows what is going on, comes back with the same state, and is never left hanging."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.nn import functional as F
+
+from omnilearn import OmniLearn
+from tests.gang import Gang
+from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, run_epochs, snapshot
+
+
+# Rank 1 is out, then 0 and 1, then only 0; everybody is back at the end.
+PARKING = [[6, 5, 5], [8, 0, 8], [8, 0, 8], [0, 0, 16], [0, 8, 8], [0, 8, 8], [6, 4, 6]]
+
+
+def epochs_with_parking(optimizer: str, workers: int) -> Any:
+    torch.manual_seed(0)
+    with OmniLearn(16, policy=Script(PARKING), seed=1) as omni:
+        model = norm_net()
+        opt: Any = {
+            "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        }[optimizer](model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+        model, opt, scheduler = omni.prepare(model, opt, scheduler)
+        loader = omni.loader(blobs(40), shuffle=True, num_workers=workers)
+        states, took = [], []
+        for _ in range(4):
+            steps = 0
+            for x, y in loader:
+                omni.backward(F.cross_entropy(model(x), y))
+                opt.step()
+                scheduler.step()
+                opt.zero_grad()
+                steps += 1
+            states.append(snapshot(model, opt))
+            took.append(steps)
+            assert len(omni.plan.batches) == 3
+        return states, took, scheduler.last_epoch
+
+
+@pytest.mark.parametrize(("optimizer", "workers"), [("adam", 0), ("momentum", 2)])
+def test_everything_is_alike_after_every_epoch(gang: Gang, optimizer: str, workers: int) -> None:
+    results = gang.run(3, epochs_with_parking, optimizer, workers)
+    assert any(took != results[2][1] for _, took, _ in results), "somebody was really parked"
+    for epoch in range(4):
+        for states, _, _ in results[1:]:
+            assert equal(results[0][0][epoch], states[epoch]), f"after epoch {epoch}"
+    assert {steps for *_, steps in results} == {12}, "the scheduler of a parked worker too"
+
+
+def idle() -> Any:
+    with OmniLearn(8, policy=Script([[4, 4], [8, 0]])) as omni:
+        model, opt = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+        took = 0
+        cpu, wall = sum(psutil.Process().cpu_times()[:2]), time.monotonic()
+        for x, y in omni.loader(blobs(160)):
+            omni.backward(F.cross_entropy(model(x), y))
+            opt.step()
+            opt.zero_grad()
+            took += 1
+            if took > 3:
+                time.sleep(0.2)
+        return took, sum(psutil.Process().cpu_times()[:2]) - cpu, time.monotonic() - wall, omni.plan.parked, omni.batch
+
+
+def test_a_parked_worker_uses_no_cpu_to_speak_of(gang: Gang) -> None:
+    _, (took, cpu, wall, parked, batch) = gang.run(2, idle)
+    assert took < 5
+    assert wall > 3
+    assert cpu < 0.25 * wall + 0.3, f"{cpu:.2f} s of CPU in {wall:.2f} s"
+    assert parked == (1,)
+    assert batch == 0
+
+
+def broken(plans: list[list[int]], at: int, interval: int, then: str) -> Any:
+    """Break out at step ``at`` where others are parked; they must notice, wherever they wait."""
+    with OmniLearn(12, policy=Script(plans, interval)) as omni:
+        model, opt = omni.prepare(model := norm_net(), torch.optim.Adam(model.parameters(), lr=0.01))
+        loader = omni.loader(blobs(72))
+        for epoch in range(2):
+            steps = 0
+            for x, y in loader:
+                omni.step(lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y))
+                if loader.sampler.step >= at + 6 * epoch and epoch == 0:
+                    break
+                steps += 1
+            if then == "mean":
+                assert omni.mean(float(omni.rank)) == (omni.world_size - 1) / 2
+            assert omni.epoch == epoch + 1
+        if then == "evaluate":
+            seen = [int(i) for _, ids in omni.loader(Numbered(11), train=False) for i in ids]
+        else:
+            seen = []
+        if then != "nothing":
+            omni.mean(1.0)
+        return loader.sampler.step, snapshot(model, opt), seen
+
+
+@pytest.mark.parametrize("interval", [1, 3, 50])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_break_frees_the_parked(gang: Gang, at: int, interval: int) -> None:
+    plans = [[4, 4, 4], [6, 0, 6], [0, 0, 12], [4, 4, 4]] if interval == 1 else [[6, 0, 6], [0, 0, 12], [6, 6, 0]]
+    results = gang.run(3, broken, plans, at, interval, "evaluate")
+    steps = {step for step, _, _ in results}
+    assert steps == {at + 6}, "the same position on all ranks"
+    assert sorted(i for *_, seen in results for i in seen) == list(range(11))
+    assert all(equal(results[0][1], state) for _, state, _ in results)
+
+
+def test_a_break_and_then_the_end(gang: Gang) -> None:
+    gang.run(2, broken, [[0, 12]], 2, 50, "nothing")
+
+
+def unhurried() -> Any:
+    """The real policy, with one worker made slow: it must be parked, and come back when it is fast again."""
+    slow = [True]
+    with OmniLearn(16) as omni:
+        model, opt = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+        plans = []
+        omni.on_plan(lambda plan, step: plans.append(plan.batches))
+        loader = omni.loader(blobs(960), shuffle=True)
+
+        def wait() -> None:
+            time.sleep(0.05 if omni.rank == 1 and slow[0] else 0.002)
+
+        run_epochs(omni, model, opt, loader, 1, wait)
+        return plans, snapshot(model)
+
+
+def test_a_worker_that_slows_the_others_down_is_parked(gang: Gang) -> None:
+    results = gang.run(2, unhurried)
+    assert results[0][0] == results[1][0]
+    assert any(plan[1] == 0 for plan in results[0][0]), results[0][0]
+    assert equal(results[0][1], results[1][1])
