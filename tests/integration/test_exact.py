@@ -115,7 +115,7 @@ def together(
                 opt.zero_grad()
                 seen.append(len(x))
                 sizes.append(omni._engine.piece.share.sizes)
-        return [p.detach().clone() for p in model.parameters()], seen, sizes
+        return [p.detach().cpu().clone() for p in model.parameters()], seen, sizes
 
 
 def check(gang: Gang, plans: list[list[int]], optimizer: str = "sgd", *, epochs: int = 3, by_token: bool = False,

@@ -14,7 +14,6 @@ from omnilearn import OmniLearn
 from tests.gang import Gang
 from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, run_epochs, snapshot
 
-
 # Rank 1 is out, then 0 and 1, then only 0; everybody is back at the end.
 PARKING = [[6, 5, 5], [8, 0, 8], [8, 0, 8], [0, 0, 16], [0, 8, 8], [0, 8, 8], [6, 4, 6]]
 
@@ -85,12 +84,10 @@ def broken(plans: list[list[int]], at: int, interval: int, then: str) -> Any:
         model, opt = omni.prepare(model := norm_net(), torch.optim.Adam(model.parameters(), lr=0.01))
         loader = omni.loader(blobs(72))
         for epoch in range(2):
-            steps = 0
             for x, y in loader:
                 omni.step(lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y))
                 if loader.sampler.step >= at + 6 * epoch and epoch == 0:
                     break
-                steps += 1
             if then == "mean":
                 assert omni.mean(float(omni.rank)) == (omni.world_size - 1) / 2
             assert omni.epoch == epoch + 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
+
+LATE = 4
+"""Steps after which a check on the GPU is read."""
 
 
 class NonFiniteError(OmniLearnError, ArithmeticError):
@@ -72,7 +76,7 @@ class SyncEngine:
         self._complete = False  # the gradient of the whole step is there
         self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
-        self._late: tuple[int, Any, Any, torch.Tensor] | None = None  # a check still under way on the GPU
+        self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
@@ -292,21 +296,21 @@ class SyncEngine:
         step = self.piece.share.step
         if not finite.is_cuda or self.nonfinite == "skip":
             return bool(finite) or self._not_finite(step, self._loss)
-        # Read one step later, so that the stream is not synchronised.
+        # Read some steps later, when it is long there: the host does not wait. The same number of steps on all ranks.
         checked = torch.empty((), dtype=torch.bool, pin_memory=True)
         checked.copy_(finite, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._check_late()
-        self._late = (step, checked, event, self._loss)
+        self._late.append((step, checked, event, self._loss))
+        self._check_late(keep=LATE)
         return True
 
-    def _check_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            step, finite, event, loss = late
+    def _check_late(self, keep: int = 0) -> None:
+        while len(self._late) > keep:
+            step, finite, event, loss = self._late.popleft()
             event.synchronize()
             if not finite:
+                self._late.clear()
                 self._not_finite(step, loss)
 
     def _not_finite(self, step: int, loss: torch.Tensor) -> bool:

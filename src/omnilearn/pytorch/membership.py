@@ -37,7 +37,7 @@ class Membership:
         self._world, self._module = world, module
         self._pack, self._unpack = pack, unpack
         self.guard = world.naming_the_culprit
-        self._groups: dict[tuple[Workers, str], Any] = {}
+        self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk, so as not to wait for each other
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
         self.group: Any = None
@@ -64,8 +64,9 @@ class Membership:
         joining = [rank for rank in active if rank not in before] if before else []
         if joining:
             self.hand_over(before[0], joining)
+        self._form(active)
         if self.takes_part:
-            self.group = self._group(active, self._world.backend)
+            self.group = self._groups[active][0] if len(active) > 1 else None
             self.wrap()
 
     def wrap(self) -> None:
@@ -96,19 +97,24 @@ class Membership:
 
     def talk(self, workers: Workers) -> Any:
         """A gloo group of these workers, for values on the CPU (None: one worker needs none)."""
-        return self._world.control if workers == self.everybody else self._group(workers, "gloo", "talk")
+        if workers == self.everybody:
+            return self._world.control
+        return self._groups[workers][1] if len(workers) > 1 else None
 
-    def _group(self, workers: Workers, backend: str, purpose: str = "reduce") -> Any:
-        """The group of these workers; reductions and talk have their own, so as not to wait for each other."""
-        if len(workers) < 2:
-            return None
-        key = (workers, purpose)
-        if key not in self._groups:
-            with self._world.naming_the_culprit("forming a group of workers"):
-                self._groups[key] = dist.new_group(
-                    list(workers), backend=backend, timeout=self._world.timeout, use_local_synchronization=True
-                )
-        return self._groups[key]
+    def _form(self, workers: Workers) -> None:
+        """Form the groups of these workers, once.
+
+        On all ranks: torch numbers groups, and with use_local_synchronization by those a rank is itself in, so that
+        members with different pasts would wait for each other under different names.
+        """
+        if len(workers) < 2 or workers in self._groups:
+            return
+        with self._world.naming_the_culprit("forming a group of workers"):
+            ranks, timeout = list(workers), self._world.timeout
+            reduce = dist.new_group(ranks, backend=self._world.backend, timeout=timeout)
+            apart = workers != self.everybody
+            talk = dist.new_group(ranks, backend="gloo", timeout=timeout) if apart else self._world.control
+        self._groups[workers] = reduce, talk
 
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
         """Send the training state from ``source`` to ``targets``. Other ranks do nothing."""

@@ -1,0 +1,200 @@
+"""Stop and go on: bit for bit on as many workers, exactly once on another number, and never with a broken file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from omnilearn import OmniLearn
+from tests.gang import Gang, WorkerError
+from tests.integration.common import Numbered, blobs, equal, mlp, norm_net, snapshot
+
+
+def begin(kind: str, global_batch: int = 24) -> Any:
+    omni = OmniLearn(global_batch, policy="uniform", seed=2)
+    torch.manual_seed(10 + omni.rank)  # dropout differs between ranks, as it should
+    state = torch.get_rng_state()
+    model = norm_net() if kind == "norm" else mlp(dropout=0.3)
+    torch.set_rng_state(state)
+    optimizer: Any = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if kind == "norm"
+        else torch.optim.Adam(model.parameters(), lr=0.01)
+    )
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], gamma=0.5)
+    return omni, *omni.prepare(model, optimizer, scheduler)
+
+
+def session(kind: str, folder: str, save_at: int | None, resume: bool, end: int = 11) -> Any:
+    """Train up to step ``end``; save at ``save_at``; with ``resume`` continue from what was saved."""
+    omni, model, optimizer, scheduler = begin(kind)
+    with omni:
+        step, losses = 0, []
+        loader = omni.loader(blobs(), shuffle=True, num_workers=1)
+        if resume:
+            step = omni.load(folder)["step"]
+        while step < end:
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                omni.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                losses.append(float(loss))
+                if step == save_at and step % 4:  # in the middle of an epoch: it has four steps
+                    omni.save(folder, step=step)
+                if step == end:
+                    break
+            if step == save_at and step % 4 == 0:
+                omni.save(folder, step=step)
+        return losses, snapshot(model, optimizer), omni.epoch
+
+
+@pytest.mark.parametrize(("kind", "size", "at"), [("dropout", 2, 6), ("dropout", 4, 4), ("norm", 3, 5), ("norm", 2, 8)])
+def test_a_continued_run_is_the_uninterrupted_one(gang: Gang, tmp_path: Path, kind: str, size: int, at: int) -> None:
+    whole = gang.run(size, session, kind, str(tmp_path), at, False)
+    continued = gang.run(size, session, kind, str(tmp_path), None, True)
+    for (losses, state, epoch), (rest, other, later) in zip(whole, continued, strict=True):
+        assert losses[at:] == rest, "bit for bit"
+        assert equal(state, other), "bit for bit"
+        assert epoch == later
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["extra"] == {"step": at}
+
+
+def part(folder: str, stop: int | None, batch: int) -> Any:
+    with OmniLearn(batch, policy="uniform", seed=5) as omni:
+        model, _ = omni.prepare(model := mlp(4), torch.optim.Adam(model.parameters()))
+        loader = omni.loader(Numbered(50), shuffle=True)
+        if stop is None:
+            omni.load(folder)
+        seen: list[int] = []
+        for x, i in loader:
+            omni.step(lambda x: model(x).mean(), x)
+            seen += i.tolist()
+            if stop is not None and loader.sampler.step == stop:
+                omni.save(folder)
+                break
+        return seen, omni.epoch
+
+
+@pytest.mark.parametrize(("before", "after", "batch"), [(2, 3, 12), (3, 1, 12), (1, 2, 8)])
+def test_on_another_number_of_workers(gang: Gang, tmp_path: Path, before: int, after: int, batch: int) -> None:
+    first = gang.run(before, part, str(tmp_path), 2, 12)
+    second = gang.run(after, part, str(tmp_path), None, batch)
+    assert sorted(i for seen, _ in first + second for i in seen) == list(range(50)), "the rest, exactly once"
+    assert {epoch for _, epoch in second} == {1}
+
+
+# Bad files, bad folders
+
+
+def load(folder: str, other_model: bool = False) -> Any:
+    omni, model, *_ = begin("norm" if other_model else "dropout")
+    with omni:
+        return omni.load(folder), snapshot(model)
+
+
+def save(folder: str, extra: Any, limit: int | None = None) -> Any:
+    """Save; ``limit`` is the size at which the disk is full."""
+    omni, model, *_ = begin("dropout")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with omni:
+        try:
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            omni.save(folder, **extra)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return snapshot(model)
+
+
+def same_error(gang: Gang, match: str, function: Any, *args: Any) -> None:
+    with pytest.raises(WorkerError, match=match) as raised:
+        gang.run(2, function, *args)
+    last = [text.strip().splitlines()[-1] for _, text in raised.value.errors.values()]
+    assert len(last) == 2
+    assert last[0] == last[1]
+
+
+def test_files_that_are_no_checkpoints(gang: Gang, tmp_path: Path) -> None:
+    same_error(gang, "there is no checkpoint in", load, str(tmp_path))
+    (tmp_path / ".checkpoint.pt.tmp").write_bytes(b"half")
+    same_error(gang, "there is no checkpoint in", load, str(tmp_path))
+    (tmp_path / "checkpoint.pt").write_bytes(b"garbage")
+    same_error(gang, "cannot be read as a checkpoint", load, str(tmp_path))
+    torch.save({"model": {}}, tmp_path / "checkpoint.pt")
+    same_error(gang, r"was not written by omni.save", load, str(tmp_path))
+    torch.save({"version": 99}, tmp_path / "checkpoint.pt")
+    same_error(gang, "version 99", load, str(tmp_path))
+
+
+def test_what_was_saved_is_kept_and_given_back(gang: Gang, tmp_path: Path) -> None:
+    extra = {"best": 0.5, "name": "run", "history": [1, 2]}
+    (state, _) = gang.run(2, save, str(tmp_path), extra)
+    kept = (tmp_path / "checkpoint.pt").read_bytes()
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    same_error(gang, "does not fit this model", load, str(tmp_path), True)
+    # A full disk, a folder that cannot be, and something that could be written but never read.
+    same_error(gang, "cannot write a checkpoint", save, str(tmp_path), {}, 2000)
+    same_error(gang, "cannot write a checkpoint", save, str(tmp_path / "checkpoint.pt"), {})
+    same_error(gang, "extra must be made of", save, str(tmp_path), {"bad": Path("x")})
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+    assert (tmp_path / "checkpoint.pt").read_bytes() == kept
+    for given, loaded in gang.run(2, load, str(tmp_path)):
+        assert given == extra
+        assert equal(state, loaded)
+
+
+WRITER = """
+import sys, torch
+from omnilearn import OmniLearn
+model = torch.nn.Linear(3000, 3000, bias=False)
+omni = OmniLearn(8)
+model, opt = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+number = 0
+while True:
+    number += 1
+    model.weight.data.fill_(number)
+    omni.save(sys.argv[1], number=number)
+    print(number, flush=True)
+"""
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    unfinished, whole = tmp_path / ".checkpoint.pt.tmp", tmp_path / "checkpoint.pt"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        deadline = time.monotonic() + 30
+        while True:  # until it is in the middle of writing
+            assert time.monotonic() < deadline
+            try:
+                if unfinished.stat().st_size > 1000:
+                    break
+            except FileNotFoundError:
+                continue
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    state = torch.load(whole, weights_only=True)
+    assert (state["model"]["weight"] == state["extra"]["number"]).all()
+    omni = OmniLearn(8)
+    model = torch.nn.Linear(3000, 3000, bias=False)
+    model, _ = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert omni.load(tmp_path) == state["extra"]
+    omni.save(tmp_path, number=0)
+    assert os.listdir(tmp_path) == ["checkpoint.pt"], "what the crash left is gone"
+    omni.close()
