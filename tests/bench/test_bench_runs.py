@@ -84,18 +84,29 @@ def test_a_failing_worker_is_named_and_nothing_is_left() -> None:
             gang.all("threads", [1, 1], doing="a nap")
 
 
+def is_member(process: psutil.Process) -> bool:
+    try:
+        return "omnilearn.bench.member" in process.cmdline()
+    except psutil.Error:  # it has ended, or is about to become another program
+        return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_benchmark_leaves_nothing(number: int) -> None:
     command = [sys.executable, "-m", "omnilearn", "bench", "sync", "--quick", "--levels", "HL1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    workers: list[psutil.Process] = []
-    while len(workers) < 4 and time.monotonic() < deadline:
-        workers = [c for c in psutil.Process(process.pid).children() if "omnilearn.bench.member" in c.cmdline()]
-        time.sleep(0.05)
-    assert len(workers) == 4
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 60
+        workers: list[psutil.Process] = []
+        while len(workers) < 4 and time.monotonic() < deadline:
+            workers = [c for c in psutil.Process(process.pid).children() if is_member(c)]
+            time.sleep(0.05)
+        assert len(workers) == 4
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 128 + number, said
     assert "Traceback" not in said
     _, alive = psutil.wait_procs(workers, timeout=5)

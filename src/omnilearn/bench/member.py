@@ -10,7 +10,6 @@ import gc
 import os
 import sys
 import traceback
-from collections import Counter
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -126,25 +125,8 @@ def named_policy(text: str) -> str | Policy:
     return text
 
 
-def _stable_group_names() -> None:
-    """Let a group that only its members make have the same name on all of them.
-
-    torch names it by the number of groups the rank is in, which differs between ranks as soon as one of them was in a
-    group that another was not in; they then wait for each other under different names. Here the number of groups
-    of these very ranks is used, which is the same on all of them.
-    """
-    made: Counter[tuple[int, ...]] = Counter()
-
-    def name(ranks: list[int]) -> str:
-        made[tuple(ranks)] += 1
-        return f"{'_'.join(map(str, ranks))}.{made[tuple(ranks)]}"
-
-    dist.distributed_c10d._hash_ranks_to_str = name
-
-
 def main(arguments: list[str]) -> None:
     descriptor, rank, size = map(int, arguments)
-    _stable_group_names()
     pipe, member = Connection(descriptor), Member(rank, size)
     while True:
         try:

@@ -63,6 +63,7 @@ class SyncEngine:
         self.events = events or EventLog(None, world.rank)
         self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events)
         world.agree("models", fingerprint(module))
+        world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
         self.membership = Membership(world, module, self.pack, self.unpack)
         self.membership.find_unused = find_unused_parameters

@@ -88,4 +88,4 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     """What has to be the same on all ranks for gradients to be added up."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     shapes = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()}
-    return shapes | {name: (tuple(b.shape), str(b.dtype)) for name, b in buffers.items()} | {"order": list(parameters)}
+    return shapes | {name: (tuple(b.shape), str(b.dtype)) for name, b in buffers.items()}

@@ -24,8 +24,8 @@ import omnilearn
 from omnilearn.cluster import resources
 from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure, UsageError
 
-NOTE_WAIT = timedelta(seconds=5)
-"""How long to wait for the note of a peer whose connection broke."""
+NOTE_WAIT = timedelta(seconds=2)
+"""How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
 
 
 class World:
