@@ -292,9 +292,10 @@ class SyncEngine:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         if not gradients or self.piece is None:
             return True
-        norms = torch._foreach_norm(gradients, float("inf"))
-        finite = torch.isfinite(torch.stack([norm.to(torch.float64) for norm in norms])).all()
         step = self.piece.share.step
+        if not gradients[0].is_cuda and bool(_norms(gradients, 2).sum().isfinite()):
+            return True  # much the quickest on a CPU; squares may overflow where the gradient does not
+        finite = _norms(gradients, float("inf")).isfinite().all()
         if not finite.is_cuda or self.nonfinite == "skip":
             return bool(finite) or self._not_finite(step, self._loss)
         # Read some steps later, when it is long there: the host does not wait. The same number of steps on all ranks.
@@ -379,6 +380,12 @@ class SyncEngine:
         self.share_buffers()
         if self.membership.parked:
             self.membership.hand_over(self.membership.active[0], self.membership.parked)
+
+
+def _norms(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
+    norms = torch._foreach_norm(gradients, order)
+    alike = all(norm.dtype == norms[0].dtype for norm in norms)
+    return torch.stack(norms if alike else [norm.to(torch.float64) for norm in norms])
 
 
 class _Progress:
