@@ -31,6 +31,8 @@ EXCITE = 0.25
 LEARNING = 16
 """… in so many first steps."""
 LONGEST_TRIAL = 8
+FIRST_ASK = 120
+"""A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 
 Workers = tuple[int, ...]
 
@@ -166,10 +168,14 @@ class Optimal:
         curves, refused = state.curves, dict(state.refuted)
         batches = allocate(problem, curves.alpha, curves.beta, cost)
         candidates = [batches]
-        if state.plan.parked and state.steps - state.changed_at >= max(500, state.price / PROBE_BUDGET):
-            asked = _asked(problem, state)
-            if _feasible(problem, asked):
-                return _over(problem, curves, asked), "ask the parked again"
+        if state.plan.parked and _feasible(problem, asked := _asked(problem, state)):
+            everybody = _over(problem, curves, asked)
+            # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
+            # cheap; a worker that would hold all others up is left alone for long.
+            excess = 2 * self.trial_steps * max(_time(everybody, curves, cost) / now - 1, 0.0)
+            failures = refused[asked].failures if asked in refused else 0
+            if state.steps - state.changed_at >= max(FIRST_ASK * 2**failures, excess / PROBE_BUDGET):
+                return everybody, "ask the parked again"
         # Where the best set was refuted: the best of those with one worker more or less.
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
