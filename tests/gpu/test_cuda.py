@@ -10,8 +10,10 @@ import torch
 
 from omnilearn import OmniLearn
 from omnilearn.cluster.resources import Resources
+from omnilearn.data import Sampler
 from omnilearn.pytorch.world import World
 from tests.gang import Gang
+from tests.integration.test_exact import CHANGING, Data, Script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,3 +111,36 @@ def test_backend_by_topology(cards: list[tuple[str, str]], expected: str) -> Non
         Resources(host, 8, "cuda" if card else "cpu", "card", card, 2**30, 1.0) for host, card in cards
     )
     assert world._backend() == expected
+
+
+def _normed(kind: Any) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), kind(16), torch.nn.Tanh(), torch.nn.Linear(16, 2)).double()
+
+
+def synchronised() -> list[torch.Tensor]:
+    with OmniLearn(16, policy=Script(CHANGING), seed=11) as omni:
+        model = _normed(torch.nn.SyncBatchNorm)
+        model, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        loader = omni.loader(Data(), shuffle=True)
+        for _ in range(3):
+            for x, y, _tokens in loader:
+                omni.backward((model(x) - y).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def test_sync_batch_norm_equals_one_process(gang: Gang) -> None:
+    """With SyncBatchNorm (CUDA only in torch) even normalisation is that of the whole global batch."""
+    model, data, sampler = _normed(torch.nn.BatchNorm1d), Data(), Sampler(len(Data()), [16], seed=11)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        for share in sampler.shares(0):
+            (model(data.x[share.indices]) - data.y[share.indices]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sampler.next_epoch()
+    for parameters in gang.run(3, synchronised):
+        for mine, theirs in zip(model.parameters(), parameters, strict=True):
+            assert torch.linalg.norm(mine - theirs) <= 1e-9 * torch.linalg.norm(mine)

@@ -60,5 +60,6 @@ def run(args: argparse.Namespace) -> Record:
                 summary["links"][f"{level} {word}"] = worst(outcomes)
         summary["emulation"] = gang.emulator.how
     summary["latency"] = "left out: rates only" if "netem" in summary["emulation"] else "not limited"
-    summary["vs_best_subset"] = min(link["vs_best_subset"] for link in summary["links"].values())
+    found = [link["vs_best_subset"] for link in summary["links"].values()]
+    summary["vs_best_subset"] = min((value for value in found if value is not None), default=None)
     return Record("network", rows, summary)

@@ -102,7 +102,10 @@ def pieces(how: Effort) -> int:
 def worst(outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A level's summary: the least over the workloads, and each of them."""
     keys = ("speedup_vs_uniform", "fraction_of_oracle", "vs_best_subset")
-    level: dict[str, Any] = {key: min(outcome[key] for outcome in outcomes.values()) for key in keys}
+    level: dict[str, Any] = {
+        key: min((outcome[key] for outcome in outcomes.values() if outcome[key] is not None), default=None)
+        for key in keys
+    }
     steps = [outcome["steps_to_90"] for outcome in outcomes.values()]
     level["steps_to_90"] = None if None in steps else max(steps)
     return {**level, "workloads": outcomes}
@@ -185,14 +188,16 @@ class Contest:
         pairs = zip(self.rounds[contestant], self.rounds[other], strict=True)
         return median_and_spread(float(np.median(b.seconds) / np.median(a.seconds)) for a, b in pairs)
 
-    def _best(self, least: int, most: int) -> str:
+    def _best(self, least: int, most: int) -> str | None:
+        """The fastest split over so many workers, if one was worth measuring."""
         fitting = [name for name, split in self.splits.items() if least <= oracle.active(split) <= most]
-        return min(fitting, key=self._median)
+        return min(fitting, key=self._median, default=None)
 
     def summary(self) -> dict[str, Any]:
         assert self.search is not None
         size = self.gang.size
         best, subset, single = self._best(1, size), self._best(1, size - 1), self._best(1, 1)
+        assert best is not None
         found: dict[str, Any] = {}
         for key, other in (
             ("speedup_vs_uniform", "ddp"),
@@ -200,13 +205,16 @@ class Contest:
             ("vs_best_subset", subset),
             ("vs_best_single", single),
         ):
+            if other is None:  # all of them predicted to be far slower, and left out
+                found[key] = found[f"{key}_spread"] = None
+                continue
             ratio = self._ratio("optimal", other)
             found[key], found[f"{key}_spread"] = ratio["median"], [ratio["lower"], ratio["upper"]]
         reached = [steps_to(trace.seconds, self._median(best)) for trace in self.starts]
         found["steps_to_90"] = (
             None if None in reached or not reached else float(np.median([s for s in reached if s is not None]))
         )
-        found["oracle"], found["best_subset"] = self.splits[best], self.splits[subset]
+        found["oracle"], found["best_subset"] = self.splits[best], self.splits[subset] if subset else None
         found["oracle_ms"] = 1e3 * self._median(best)
         found["others"] = {
             policy: {

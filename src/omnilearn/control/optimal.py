@@ -31,7 +31,7 @@ EXCITE = 0.25
 LEARNING = 16
 """… in so many first steps."""
 LONGEST_TRIAL = 8
-FIRST_ASK = 120
+FIRST_ASK = 240
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 
 Workers = tuple[int, ...]
