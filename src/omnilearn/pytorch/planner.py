@@ -24,7 +24,7 @@ from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.world import World
 
-PULSE_EVERY = 2.0
+PULSE_EVERY = 5.0
 """Seconds between two looks at a parked worker's own speed; each costs less than a tenth of a second."""
 PULSE_CHANGE = 1.4
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
