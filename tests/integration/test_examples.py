@@ -54,7 +54,7 @@ def test_example_alone(tmp_path: Path, name: str) -> None:
 
 
 def test_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    outputs = [launch(tmp_path, "checkpoint", "state", workers=2) for _ in range(4)]
+    outputs = [launch(tmp_path, "checkpoint", "state", workers=workers) for workers in (2, 0, 0, 2)]
     assert "saved after step 10, in epoch 1" in outputs[0]
     assert "continuing after step 10, in epoch 1" in outputs[1]
     assert "saved after step 20, in epoch 2" in outputs[1]
