@@ -18,8 +18,8 @@ import numpy.typing as npt
 from omnilearn.control.problem import Floats, Ints
 from omnilearn.errors import InfeasibleError
 
-FORGET = 0.95
-"""Weight of the past per measurement: a window of about 20."""
+FORGET = 0.99
+"""Weight of the past per measurement: a window of about 100. A plain change of speed does not wait for it (GATE)."""
 PRIOR = 0.01
 """Information about α before anything is known, in measurements: α lies within half the step time of 0, noise is
 some 5%, and (5% / 50%)² = 0.01."""

@@ -141,7 +141,7 @@ class Optimal:
 
     def _worth(self, curves: Curves, active: Workers) -> float:
         """The least predicted gain that is not just noise."""
-        return max(self.gain, 2 * EFFECTIVE_NOISE * float(np.max(curves.noise[list(active)])))
+        return max(self.gain, 4 * EFFECTIVE_NOISE * float(np.max(curves.noise[list(active)])))
 
     def _excite(self, problem: Problem, state: OptimalState) -> Ints | None:
         """Batches moved a little, half of the workers up and half down, while the curves' fixed parts are unknown."""
