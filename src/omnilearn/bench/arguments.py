@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-from omnilearn.bench.workloads import NAMES
-from omnilearn.cluster.emulation import LEVELS
+from omnilearn.bench.workloads import ANY_IMAGE, NAMES, Size
+from omnilearn.cluster.emulation import FORMS, LEVELS
 
 
 def positive(text: str) -> int:
@@ -39,7 +39,18 @@ def add_models(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> Non
         default=default,
         help=f"workloads, of {', '.join(NAMES)} (default: {','.join(default)})",
     )
+    add_size(parser)
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("small", "full"), default="small", help="of the models (default: small)")
+    parser.add_argument("--batch", type=positive, help="global batch (default: the workload's own)")
+    parser.add_argument("--image", type=positive, help=f"image side, for {', '.join(ANY_IMAGE)}")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    return Size(args.size, args.batch, args.image, args.bf16)
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
@@ -49,6 +60,10 @@ def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> Non
         default=default,
         help=f"the papers' heterogeneity levels (default: {','.join(default)})",
     )
+
+
+def add_cluster(parser: argparse.ArgumentParser, instead: str) -> None:
+    parser.add_argument("--emulate", metavar="SPEC", help=f"{instead}: {FORMS}")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -71,6 +71,13 @@ class _Watch:
         # On CUDA a step's timing is there only some steps later; the benchmarks do without it.
         self._clock = Clock(job.device) if job.watch and job.device.type == "cpu" else None
         self._block = block
+        self._synchronise = job.watch and job.device.type == "cuda"
+
+    def now(self) -> float:
+        """The time, once the card has done what it was told to."""
+        if self._synchronise:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._clock is not None:
@@ -115,15 +122,15 @@ class Plain:
 
     def _batches(self, batches: tuple[int, ...], steps: int) -> DataLoader[Any]:
         job, total = self._job, sum(batches)
-        data, options = job.data(steps * total), {"pin_memory": job.device.type == "cuda"}
+        data = job.data(steps * total)
         if len(set(batches)) == 1:
             sampler: Any = DistributedSampler(data, job.size, job.rank, shuffle=True, seed=self._seed)
             sampler.set_epoch(self._epoch)
-            return DataLoader(data, batch_size=batches[0], sampler=sampler, **options)
+            return DataLoader(data, batch_size=batches[0], sampler=sampler)
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self._seed + self._epoch)).tolist()
         first = sum(batches[: job.rank])
         cuts = [order[s * total + first : s * total + first + batches[job.rank]] for s in range(steps)]
-        return DataLoader(data, batch_sampler=cuts, **options)
+        return DataLoader(data, batch_sampler=cuts)
 
     def block(self, steps: int, batches: tuple[int, ...]) -> Block:
         job, step = self._job, self._step
@@ -150,7 +157,7 @@ class Plain:
             watch.reduced(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            block.ends[step], block.samples[step] = time.perf_counter(), len(y)
+            block.ends[step], block.samples[step] = watch.now(), len(y)
             step += 1
             self._progress(step)
         return _finish(job, block, loss)
@@ -173,7 +180,7 @@ class Omni:
             **options,
         )
         self.model, self.optimizer = self.omni.prepare(model, optimizer)
-        self.loader = self.omni.loader(job.data(steps * job.workload.global_batch), shuffle=True)
+        self.loader = self.omni.loader(job.data(steps * job.workload.global_batch), shuffle=True, pin_memory=False)
         self.reasons: list[tuple[int, tuple[int, ...], str]] = []
         self.omni.on_plan(lambda plan, step: self.reasons.append((step, plan.batches, plan.reason)))
 
@@ -188,7 +195,7 @@ class Omni:
             watch.reduced(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            block.ends[step], block.samples[step] = time.perf_counter(), len(y)
+            block.ends[step], block.samples[step] = watch.now(), len(y)
         return _finish(self._job, block, loss)
 
     def close(self) -> None:

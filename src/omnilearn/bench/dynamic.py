@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_models, names, positive
+from omnilearn.bench.arguments import add_models, names, positive, size_of
 from omnilearn.bench.gang import Batches, Gang, Trace
 from omnilearn.bench.oracle import SPLITS, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.bench.sync import steps_to
-from omnilearn.bench.workloads import workload
+from omnilearn.bench.workloads import Size, workload
 from omnilearn.cluster.emulation import LEVELS, level
 from omnilearn.cluster.resources import cores
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Record:
         gang.threads([1] * gang.size)
         for name in args.model:
             outcomes[name], measured = journey(
-                gang, name, args.size, climb, steps, rounds, contestants, args.quick, progress
+                gang, name, size_of(args), climb, steps, rounds, contestants, args.quick, progress
             )
             rows += measured
     first = outcomes[args.model[0]]
@@ -80,7 +80,7 @@ def one_core(name: str) -> tuple[float, ...]:
 def journey(
     gang: Gang,
     name: str,
-    size: str,
+    size: Size,
     climb: tuple[str, ...],
     steps: int,
     rounds: int,

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 import omnilearn
 from omnilearn.bench.contestants import Block
+from omnilearn.bench.workloads import Size
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.emulation import Emulation, Worker, level, scaled
 from omnilearn.cluster.emulator import Emulator
@@ -107,20 +108,35 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 class Gang:
-    """``size`` workers on this machine. ``links`` gives each a network of its own with so many bit/s."""
+    """Workers on this machine: ``size`` of them with equal shares, or those of an ``emulation``.
+
+    ``links`` gives each a network of its own with so many bit/s.
+    """
 
     def __init__(
-        self, size: int, *, limited: bool = True, device: str = "cpu", links: Sequence[int] | None = None
+        self,
+        size: int = 4,
+        *,
+        limited: bool = True,
+        device: str = "cpu",
+        links: Sequence[int] | None = None,
+        emulation: Emulation | None = None,
     ) -> None:
         share = scaled([1] * size, cores())
-        workers = tuple(
-            Worker(cpu=share[k] if limited else None, bandwidth=links[k] if links else None) for k in range(size)
-        )
         # Shares change while workers run, which pinning to cores cannot do.
-        by_group = not limited or "cpu" in cgroup.parents(["cpu"])
-        self.emulator = Emulator(Emulation("equal shares", workers), by="auto" if by_group else "throttle")
-        self.size, self.device, self._limited = size, device, limited
+        by_group = emulation is not None or not limited or "cpu" in cgroup.parents(["cpu"])
+        if emulation is None:
+            each = [(share[k] if limited else None, links[k] if links else None) for k in range(size)]
+            emulation = Emulation("equal shares", tuple(Worker(cpu=cpu, bandwidth=rate) for cpu, rate in each))
+        else:
+            share = tuple(worker.cpu or 1.0 for worker in emulation.workers)
+        self.emulator = Emulator(emulation, by="auto" if by_group else "throttle")
+        self.size = emulation.nproc
+        self.devices = [worker.device or ("cuda" if worker.mps else device) for worker in emulation.workers]
         self.shares: tuple[float, ...] = share
+        alike = len(set(self.devices)) == 1
+        self.nominal = tuple(worker.mps or share[k] if alike else 1.0 for k, worker in enumerate(emulation.workers))
+        """What each worker is worth by its description, in any unit."""
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._store: Any = None
@@ -136,7 +152,7 @@ class Gang:
             undo.callback(self._end)
             for rank in range(self.size):
                 self._start(rank)
-            self.all("ready", self.device, doing="the workers to start")
+            self.all("ready", self.devices, doing="the workers to start")
             self.threads([max(1, math.floor(share + 0.1 + 1e-6)) for share in self.shares])
             self._undo = undo.pop_all()
         return self
@@ -225,7 +241,7 @@ class Gang:
         return shares
 
     def cpu(self, shares: Sequence[float]) -> None:
-        self.shares = tuple(shares)
+        self.shares = self.nominal = tuple(shares)
         self.emulator.change(cpu=list(shares))
 
     def threads(self, counts: Sequence[int]) -> None:
@@ -237,7 +253,7 @@ class Gang:
         return int.from_bytes(self.emulator.progress_file.read_bytes()[:8], "little")
 
     @contextlib.contextmanager
-    def session(self, workload: str, size: str = "small", *, watch: bool = True) -> Iterator[int]:
+    def session(self, workload: str, size: str | Size = "small", *, watch: bool = True) -> Iterator[int]:
         """A process group and a workload for the contestants to come. Yields the model's least batch."""
         from torch.distributed import TCPStore
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from omnilearn.bench.contestants import TIMEOUT, Block, Job, Omni, Plain, local_steps
-from omnilearn.bench.workloads import Pool, digits, workload
+from omnilearn.bench.workloads import Pool, Size, digits, workload
 from omnilearn.cluster.resources import cores
 from omnilearn.control import Optimal, Policy, Proportional
 from omnilearn.pytorch.model import smallest_batch
@@ -34,11 +34,11 @@ class Member:
         self.job: Job | None = None
         self.contestants: dict[str, Any] = {}
 
-    def ready(self, device: str) -> dict[str, Any]:
+    def ready(self, devices: list[str]) -> dict[str, Any]:
         """The first request: everything is imported when it is answered."""
         # torch imports its compiler with the first optimizer, which takes long on a part of a core.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        self.device = torch.device(device)
+        self.device = torch.device(devices[self.rank])
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -48,7 +48,7 @@ class Member:
     def threads(self, counts: list[int]) -> None:
         torch.set_num_threads(counts[self.rank])
 
-    def begin(self, address: str, port: int, name: str, size: str, watch: bool) -> int:
+    def begin(self, address: str, port: int, name: str, size: str | Size, watch: bool) -> int:
         """Meet the others and get the data of a workload: the start of a session. Returns the model's least batch."""
         os.environ.update(
             RANK=str(self.rank),
@@ -63,6 +63,7 @@ class Member:
         what = workload(name, size)
         pool = what.dataset(POOL * what.global_batch)
         assert isinstance(pool, Pool)
+        pool = Pool(pool.x.to(self.device), pool.y.to(self.device), len(pool))  # training is timed, not loading
         self.job = Job(what, pool, self.device, self.rank, self.size, watch)
         return smallest_batch(what.model())
 

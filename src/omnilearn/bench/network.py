@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from omnilearn.bench.arguments import add_levels, add_models, positive
+from omnilearn.bench.arguments import add_levels, add_models, positive, size_of
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Record:
                     gang.emulator.change(worker=worker, bandwidth=rate)
                 outcomes = {}
                 for name in args.model:
-                    contest = Contest(gang, f"{level} {word}", name, args.size, how, progress)
+                    contest = Contest(gang, f"{level} {word}", name, size_of(args), how, progress)
                     rows += contest.run()
                     outcomes[name] = contest.summary()
                 summary["links"][f"{level} {word}"] = worst(outcomes)

@@ -112,7 +112,7 @@ def search(gang: Gang, batch: int, least: int, *, quick: bool = False, say: Call
 
 def measure_curve(gang: Gang, batch: int, least: int, quick: bool) -> Curve:
     """Time every worker at three batches around its share, all at the same time."""
-    shares = np.asarray(gang.shares) / sum(gang.shares)
+    shares = np.asarray(gang.nominal) / sum(gang.nominal)
     sizes = []
     for share in shares:
         own: list[int] = []

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from omnilearn.bench.arguments import add_device, names, positive
+from omnilearn.bench.arguments import add_cluster, add_device, add_size, names, positive, size_of
 from omnilearn.bench.gang import Gang, Trace
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
-from omnilearn.bench.workloads import NAMES, workload
+from omnilearn.bench.workloads import NAMES, Size, workload
+from omnilearn.cluster.emulation import parse
 from omnilearn.cluster.resources import cores
 from omnilearn.control import apportion
 from omnilearn.errors import InfeasibleError
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=names(NAMES),
         help="workloads (default: resnet18 and, where scikit-learn is, digits; quick: even)",
     )
-    parser.add_argument("--size", choices=("small", "full"), default="small", help="of the models (default: small)")
+    add_size(parser)
+    add_cluster(parser, "what the workers get instead of an equal part of the cores")
     parser.add_argument("--nproc", type=positive, default=2, help="equal workers (default: 2)")
     parser.add_argument("--blocks", type=positive, help="blocks of each contestant (default: 40, quick: 6)")
     parser.add_argument("--steps", type=positive, help="steps per block (default: 20, quick: 10)")
@@ -48,21 +50,24 @@ def run(args: argparse.Namespace) -> Record:
         raise InfeasibleError(f"--steps {steps} leaves nothing to measure: the first {WARM_UP} of a block are dropped")
     if args.model is None:
         args.model = ("even",) if args.quick else ("resnet18", "digits") if find_spec("sklearn") else ("resnet18",)
+    emulation = parse(args.emulate, None, cores()) if args.emulate else None
+    device = "cuda" if emulation and emulation.uses("mps") else args.device
     rows: list[Row] = []
     models: dict[str, Any] = {}
     with (
         Progress("overhead", len(args.model) * (blocks + 1)) as progress,
-        Gang(args.nproc, limited=False, device=args.device) as gang,
+        Gang(args.nproc, limited=False, device=args.device, emulation=emulation) as gang,
     ):
-        gang.threads([max(1, int(cores()) // args.nproc)] * args.nproc)
+        gang.threads([max(1, int(cores()) // gang.size)] * gang.size)
         for name in args.model:
-            models[name], measured = compare(gang, name, args.size, blocks, steps, args.device, progress)
+            models[name], measured = compare(gang, name, size_of(args), blocks, steps, device, progress)
             rows += measured
     first = models[args.model[0]]
     summary = {
         "model": args.model[0],
-        "nproc": args.nproc,
-        "device": args.device,
+        "nproc": gang.size,
+        "emulate": args.emulate,
+        "device": device,
         "blocks": blocks,
         "steps": steps,
         "ratio": first["ratio"],
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> Record:
 
 
 def compare(
-    gang: Gang, name: str, size: str, blocks: int, steps: int, device: str, progress: Progress
+    gang: Gang, name: str, size: Size, blocks: int, steps: int, device: str, progress: Progress
 ) -> tuple[dict[str, Any], list[Row]]:
     batch = workload(name, size).global_batch
     least = np.ones(gang.size, dtype=np.int64)

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_levels, add_models, positive
+from omnilearn.bench.arguments import add_cluster, add_levels, add_models, positive, size_of
 from omnilearn.bench.gang import Batches, Floats, Gang, Trace, joined
 from omnilearn.bench.oracle import SPLITS, Search, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
-from omnilearn.bench.workloads import workload
+from omnilearn.bench.workloads import Size, workload
+from omnilearn.cluster.emulation import parse
+from omnilearn.cluster.resources import cores
 
 LEVELS = ("HL1", "HL2", "HL4", "HL8")
 POLICIES = ("static", "proportional", "prototype", "optimal")
@@ -71,6 +73,7 @@ def effort(quick: bool) -> Effort:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, LEVELS)
+    add_cluster(parser, "another cluster instead of the levels")
     add_models(parser, ("heavy", "even", "chatty"))
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
 
@@ -81,12 +84,18 @@ def run(args: argparse.Namespace) -> Record:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []
     summary: dict[str, Any] = {"goals": GOALS, "effort": asdict(how), "levels": {}}
-    with Progress("sync", len(args.levels) * len(args.model) * pieces(how)) as progress, Gang(4) as gang:
-        for level in args.levels:
-            gang.level(level)
+    emulation = parse(args.emulate, None, cores()) if args.emulate else None
+    levels = (args.emulate,) if args.emulate else args.levels
+    with (
+        Progress("sync", len(levels) * len(args.model) * pieces(how)) as progress,
+        Gang(emulation=emulation) as gang,
+    ):
+        for level in levels:
+            if emulation is None:
+                gang.level(level)
             outcomes = {}
             for name in args.model:
-                contest = Contest(gang, level, name, args.size, how, progress)
+                contest = Contest(gang, level, name, size_of(args), how, progress)
                 rows += contest.run()
                 outcomes[name] = contest.summary()
             summary["levels"][level] = worst(outcomes)
@@ -118,7 +127,7 @@ class Contest:
     gang: Gang
     level: str
     name: str
-    size: str
+    size: Size
     how: Effort
     progress: Progress
     rounds: dict[str, list[Trace]] = field(default_factory=dict)

@@ -9,8 +9,9 @@ they run is left to the benchmarks; first weights come from torch's random state
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,17 +42,46 @@ class Workload:
     describe: str
 
 
-def workload(name: str, size: str = "small") -> Workload:
-    """The workload of that name: ``small`` has a point on two CPU cores, ``full`` on a GPU.
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is: ``small`` has a point on two CPU cores, ``full`` on a GPU; and what differs from it."""
 
-    >>> workload("heavy").global_batch
-    192
+    kind: str = "small"
+    batch: int | None = None
+    image: int | None = None
+    bf16: bool = False
+
+
+def workload(name: str, size: str | Size = "small") -> Workload:
+    """The workload of that name and size.
+
+    >>> workload("heavy").global_batch, workload("heavy", Size(batch=96)).global_batch
+    (192, 96)
     """
+    if isinstance(size, Size):
+        return _changed(workload(name, size.kind), size)
     if name not in _BUILDERS:
         raise InfeasibleError(f"unknown workload {name!r}; there are {', '.join(NAMES)}")
     if size not in ("small", "full"):
         raise InfeasibleError(f"unknown size {size!r} of workload {name}; there are small, full")
     return _BUILDERS[name](size == "full")
+
+
+def _changed(what: Workload, size: Size) -> Workload:
+    said = what.describe
+    if size.batch is not None:
+        what, said = replace(what, global_batch=size.batch), re.sub(r"B = \d+", f"B = {size.batch}", said)
+    if size.image is not None:
+        if what.name not in ANY_IMAGE:
+            raise InfeasibleError(f"{what.name} has no image size to choose: --image is for {', '.join(ANY_IMAGE)}")
+        assert isinstance(what.dataset, partial)
+        channels = what.dataset.keywords["shape"][0]
+        shape = (channels, size.image, size.image)
+        what = replace(what, dataset=partial(images, **{**what.dataset.keywords, "shape": shape}))
+        said = re.sub(r"\d+×\d+×\d+", "×".join(map(str, shape)), said)
+    if size.bf16:
+        what, said = replace(what, loss=partial(_in_bf16, what.loss)), f"{said}, bfloat16"
+    return replace(what, describe=said)
 
 
 # --- data ---------------------------------------------------------------------------------------------------
@@ -151,6 +181,11 @@ def classification(model: Any, x: Any, y: Any) -> Tensor:
 def next_token(model: Any, x: Any, y: Any) -> Tensor:
     """Cross-entropy, the mean over tokens; all samples have as many, so it is the mean over samples too."""
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def _in_bf16(loss: Callable[[Any, Any, Any], Tensor], model: Any, x: Any, y: Any) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return loss(model, x, y)
 
 
 def _sgd(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -271,3 +306,5 @@ _BUILDERS: dict[str, Callable[[bool], Workload]] = {
 }
 
 NAMES: tuple[str, ...] = tuple(_BUILDERS)
+ANY_IMAGE = ("resnet18", "resnet50")
+"""Models that end in an average over whatever is left of the image."""
