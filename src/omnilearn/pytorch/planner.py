@@ -148,7 +148,7 @@ class Planner:
         self._rows = self._rows[len(rows) :]
         sent = torch.zeros(HEADER + 2 * (expected + self._hold_back), dtype=torch.float64)
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
-        sent[2] = self._pulse.look() if idle else self._pulse.forget()
+        sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         for i, (_, took_part) in enumerate(rows[: (len(sent) - HEADER) // 2]):
             timing = self._clock.take() if took_part else None
             self._steps += 1
@@ -163,6 +163,8 @@ class Planner:
             work = dist.all_gather(answers, sent, group=self._world.control, async_op=True)
         self._exchange = _Exchange(step, [sizes for sizes, _ in rows], sent, answers, work)
         self._reported = step
+        if idle:  # nobody waits for what is found: it goes out with the next exchange
+            self._pulse.look()
 
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
         exchange, self._exchange = self._exchange, None
@@ -231,19 +233,18 @@ class _Pulse:
 
     def forget(self) -> float:
         self._reference: float | None = None
-        self._ratio, self._suspect, self._last = 1.0, False, 0.0
-        return self._ratio
+        self.ratio, self._suspect, self._last = 1.0, False, 0.0
+        return self.ratio
 
-    def look(self) -> float:
+    def look(self) -> None:
         if time.monotonic() - self._last < PULSE_EVERY:
-            return self._ratio
+            return
         speed = measure_flops(self._device)
         self._last = time.monotonic()
         if self._reference is None:
             self._reference = speed
         ratio = speed / self._reference
-        changed = not 1 / PULSE_CHANGE < ratio / self._ratio < PULSE_CHANGE
+        changed = not 1 / PULSE_CHANGE < ratio / self.ratio < PULSE_CHANGE
         if changed and self._suspect:
-            self._ratio = ratio
+            self.ratio = ratio
         self._suspect = changed and not self._suspect
-        return self._ratio
