@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -101,7 +102,12 @@ class ResNet(nn.Module):
         _kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).mean(dim=(2, 3)))
+        pooled = self.features(x).mean(dim=(2, 3))
+        if pooled.dtype == self.classifier.weight.dtype:
+            return self.classifier(pooled)
+        # Autocast, but not here: on a part of a card (MPS), cuBLAS was seen to make NaN of this in bfloat16.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.classifier(pooled.float())
 
 
 def resnet18(*, classes: int = 1000, width: float = 1.0, small_images: bool = False) -> ResNet:

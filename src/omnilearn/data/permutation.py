@@ -18,6 +18,8 @@ _UInts = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
 """Each moves both halves once. Four make neighbours look random, eight all orders of 6 samples too."""
+_AHEAD = 2048
+"""Indices computed at once where few are asked for."""
 
 _WEYL, _MIX1, _MIX2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _S27, _S30, _S32 = (np.uint64(s) for s in (27, 30, 32))
@@ -44,11 +46,23 @@ class Permutation:
         self._a, self._b = np.uint64(a), np.uint64(-(-size // a))
         keys = np.random.SeedSequence([seed, epoch]).generate_state(2 * _ROUNDS, np.uint64)
         self._keys = keys.reshape(_ROUNDS, 2)
+        # Indices computed in advance, and the position of the first.
+        self._ahead: tuple[int, npt.NDArray[np.int64]] = (0, np.empty(0, dtype=np.int64))
 
     def __call__(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The sample indices at positions ``start`` to ``stop - 1``."""
         if not 0 <= start <= stop <= self.size:
             raise UsageError(f"positions {start} to {stop} are not within the {self.size} samples of the epoch")
+        if not self.shuffle or stop - start >= _AHEAD // 4:
+            return self._compute(start, stop)
+        # A handful of indices costs as much as some hundred: those of the next small batches are computed with them.
+        first, known = self._ahead
+        if not first <= start <= stop <= first + len(known):
+            first, known = self._ahead = start, self._compute(start, min(start + _AHEAD, self.size))
+        few: npt.NDArray[np.int64] = known[start - first : stop - first].copy()
+        return few
+
+    def _compute(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         values = np.arange(start, stop, dtype=np.uint64)
         if self.shuffle:
             values = self._network(values)
