@@ -111,3 +111,12 @@ def test_rows_of_one_kind_make_one_table() -> None:
     record().show(out)
     assert out.getvalue().count("name") == 1
     assert out.getvalue().count("other") == 1
+
+
+def test_what_there_was_is_kept_when_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    record().keep(path)
+    assert json.loads(path.read_text())["summary"] == {"ms": 1.5, "list": [1, 2], "never": None, "unfinished": True}
+    record().write(path)
+    assert "unfinished" not in json.loads(path.read_text())["summary"]
+    record().keep(None)

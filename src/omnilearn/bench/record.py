@@ -12,7 +12,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from math import isfinite
@@ -104,6 +104,11 @@ class Record:
         values = asdict(self)
         order = ("schema", "bench", "command", "version", "date", "machine", "summary", "rows")
         return {key: _plain(values[key]) for key in order}
+
+    def keep(self, path: str | Path | None) -> None:
+        """What there is so far, for a benchmark that is interrupted: marked as unfinished, replaced by the whole."""
+        if path:
+            replace(self, summary={**self.summary, "unfinished": True}).write(path)
 
     def write(self, path: str | Path) -> None:
         """Write as JSON: either all of it is there afterwards or what was there before. Makes the folders needed."""

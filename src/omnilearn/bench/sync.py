@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> Record:
                 contest = Contest(gang, level, name, size_of(args), how, progress)
                 rows += contest.run()
                 outcomes[name] = contest.summary()
-            summary["levels"][level] = worst(outcomes)
+                summary["levels"][level] = worst(outcomes)
+                Record("sync", rows, summary).keep(args.json)
         summary["emulation"] = gang.emulator.how
     return Record("sync", rows, summary)
 
