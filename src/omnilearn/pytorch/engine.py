@@ -8,6 +8,7 @@ backward pass; where the weights' sum is not known beforehand it is reduced alon
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -23,10 +24,12 @@ from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
+from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
-from omnilearn.pytorch.model import OmniModel, fingerprint, gate
+from omnilearn.pytorch.memory import Memory, OutOfMemoryError, is_out_of_memory
+from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
 from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.world import World
 
@@ -61,7 +64,16 @@ class SyncEngine:
         self.module, self.optimizer, self.others = module, optimizer, others
         self.clock = Clock(world.device)
         self.events = events or EventLog(None, world.rank)
-        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events)
+        self.memory = Memory(
+            world.device,
+            most=None if problem.micro is None else int(problem.micro[self.rank]),
+            minimum=smallest_batch(module),
+            fixed=world.size > 1 and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        )
+        domain = self.memory.domain
+        self.memory.sharers = world.gather(domain).count(domain)
+        world.explain = self._explain
+        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events, self.memory)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
@@ -75,8 +87,11 @@ class SyncEngine:
         self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
         self._backwards = 0  # of the current micro-batch
         self._complete = False  # the gradient of the whole step is there
-        self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
+        self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
+        self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
+        self.step_cuts: bool | None = None  # whether omni.step can cut its batch (None: it is not used)
+        self._told: int | None = None  # the micro-batch that the events know of
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
@@ -92,7 +107,7 @@ class SyncEngine:
         if self.loader is not None:
             raise UsageError("one training loop at a time: finish or break the loop under way first")
         self.settle()
-        self.loader = loader
+        self.loader, loader.cut = loader, self.memory.cut
         self.clock.restart()
         if loader.sampler.step != self.step:  # another loader was in use meanwhile
             loader.sampler.load_state_dict(loader.sampler.state_dict() | {"step": self.step})
@@ -136,17 +151,19 @@ class SyncEngine:
     def hand_out(self, loader: TrainLoader, piece: Piece) -> None:
         self.piece, self._backwards = piece, 0
         if piece.first:
-            self._complete, self._weight, self._own_weights = False, 0.0, False
-        if self.membership.wrapped is not None:
-            # What DDP's no_sync() does; it has to be in force during the forward pass already.
-            self.membership.wrapped.require_backward_grad_sync = piece.last
+            self._complete, self.weight, self._own_weights = False, 0.0, False
+            if not piece.last:
+                self.tell_cut()
+        self.reduce_with_next(piece.last)
+        self.memory.begin(piece.samples)
         self.model.used()
 
     def take_back(self, loader: TrainLoader, piece: Piece) -> None:
         if not self._backwards:
             raise UsageError(
                 f"omni.backward(loss) was not called for the last batch (step {piece.share.step}): every batch needs "
-                f"it exactly once, or the other workers wait for this one's gradient"
+                f"it exactly once, or the other workers wait for this one's gradient (omni.step survives running "
+                f"out of memory)"
             )
         if piece.last:
             self.planner.record(piece.share.sizes, took_part=True)
@@ -170,6 +187,7 @@ class SyncEngine:
         if self.piece is not None and self._complete:
             self.planner.record(self.piece.share.sizes, took_part=True)
             loader.sampler.consumed(self.piece.share)
+        self.memory.abandon()
         self._end_loop()
         self._left = loader
 
@@ -196,6 +214,14 @@ class SyncEngine:
         return self.piece is not None and not self.piece.last
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        piece = self.begin_backward()
+        self.differentiate(loss, weight, piece.samples, piece.last)
+        self.memory.end()
+        if piece.last:
+            self.conclude()
+
+    def begin_backward(self) -> Piece:
+        """The micro-batch under way, whose gradient is now computed."""
         piece = self.piece
         if piece is None:
             raise UsageError("backward() belongs inside the loop over omni.loader(…): there is no batch under way")
@@ -204,6 +230,22 @@ class SyncEngine:
                 f"backward() was called twice for one batch (step {piece.share.step}): add the losses up and call it "
                 f"once; for gradient accumulation use OmniLearn(micro_batch=…)"
             )
+        self._backwards += 1
+        return piece
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether the step's last backward pass reduces while it computes: an error in it reaches the others."""
+        return self.membership.wrapped is not None
+
+    def reduce_with_next(self, reduce: bool) -> None:
+        """What DDP's no_sync() does; it has to be in force during the forward pass already."""
+        if self.membership.wrapped is not None:
+            self.membership.wrapped.require_backward_grad_sync = reduce
+
+    def differentiate(self, loss: torch.Tensor, weight: float | torch.Tensor | None, samples: int, last: bool) -> float:
+        """One backward pass, of the step's last micro-batch or another. Returns the weight that it counts with."""
+        assert self.piece is not None
         if loss.dim() and loss.numel() != 1:
             raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
         if not loss.requires_grad:
@@ -212,67 +254,107 @@ class SyncEngine:
             raise UsageError(
                 "the loss was not computed with the model that prepare() returned: use that one in the loop"
             )
-        self._backwards += 1
         self._loss = loss.detach()
-        if piece.first:
+        if not self.weight:
             self._own_weights = weight is not None
         elif self._own_weights != (weight is not None):
             raise UsageError("backward() must get a weight for all micro-batches of a step or for none")
-        share, n = piece.share, self.membership.count
-        samples = piece.samples if weight is None else float(weight)
-        self._weight += samples
-        factor = samples * n / share.total
+        counts = samples if weight is None else float(weight)
+        factor = counts * self.membership.count / self.piece.share.total
         scaled = loss if factor == 1 else loss * factor
-        if not piece.last:
+        if last:
+            self._reduced = self._reduce_weight(counts) if self._own_weights and self.overlapping else None
+            self.clock.watch(scaled)
+        with self.world.naming_the_culprit("reducing gradients") if last else contextlib.nullcontext():
             scaled.backward()
-            return
-        total = self._reduced_weight() if self._own_weights else None
-        self.clock.watch(scaled)
+        self.weight += counts
+        return counts
+
+    def conclude(self) -> None:
+        """After the step's last backward pass: what DistributedDataParallel has not reduced, and the user's weights."""
+        assert self.piece is not None
         with self.world.naming_the_culprit("reducing gradients"):
-            scaled.backward()
             if self.membership.find_unused is None:
                 self._reduce_first()
-            if total is not None:
-                self._divide(total, share.total)
+            if self._own_weights:
+                reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
         self.clock.reduced()
         self._complete = True
 
-    def _reduced_weight(self) -> tuple[torch.Tensor, Any]:
+    def _reduce_weight(self, more: float = 0.0) -> tuple[torch.Tensor, Any]:
         """The sum of all workers' weights, on its way while gradients are computed."""
-        total = torch.tensor(self._weight, dtype=torch.float64, device=self.world.device)
+        total = torch.tensor(self.weight + more, dtype=torch.float64, device=self.world.device)
         group = self.membership.group
         return total, dist.all_reduce(total, group=group, async_op=True) if group is not None else None
 
-    def _divide(self, reduction: tuple[torch.Tensor, Any], assumed: int) -> None:
-        total, work = reduction
-        if work is not None:
-            work.wait()
-        factor = assumed / total
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            by_type.setdefault(gradient.dtype, []).append(gradient)
-        for kind, same in by_type.items():
-            torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
-
-    def _reduce_first(self) -> None:
+    def _reduce_first(self, failure: str | None = None) -> None:
         """The first step's gradients, reduced by hand: it shows which parameters have none, on any worker.
 
-        DistributedDataParallel must know beforehand whether to look for such parameters in every step.
+        DistributedDataParallel must know beforehand whether to look for such parameters in every step. Here all hear of
+        a ``failure``, too.
         """
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        used = [p.grad is not None for p in parameters]
-        everywhere = (
-            self.world.gather(used, self.membership.talk(self.membership.active)) if self.membership.group else [used]
+        members = self.membership
+        used = [p.grad is not None for p in self.module.parameters() if p.requires_grad]
+        everywhere = self.world.gather((used, failure), members.talk(members.active)) if members.group else []
+        for message in [failure, *(theirs for _, theirs in everywhere)]:
+            if message is not None:
+                raise OutOfMemoryError(message)
+        members.find_unused = not all(all(theirs) for theirs, _ in everywhere or [(used, None)])
+        if members.group is not None:
+            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group)
+            members.wrap()
+
+    # Memory
+
+    def ran_out(self, samples: int, smaller: int) -> None:
+        """A micro-batch did not fit, and is computed again in smaller ones. The others hear of it with the timings."""
+        assert self.piece is not None
+        self._told = smaller
+        self.events.write("oom", step=self.piece.share.step, samples=samples, micro_batch=smaller)
+        log.warning(
+            "step %d: rank %d ran out of memory with %d samples: it computes %d at a time from now on",
+            self.piece.share.step, self.rank, samples, smaller,
+        )  # fmt: skip
+
+    def does_not_fit(self, samples: int) -> None:
+        """Not even the smallest micro-batch fits: the end, for all."""
+        message = (
+            f"rank {self.rank} runs out of memory with {'one sample' if samples == 1 else f'{samples} samples'}, and "
+            f"fewer cannot be computed at a time (its memory: {self.memory}): use a smaller model or smaller samples, "
+            f"activation checkpointing, or leave this worker out"
         )
-        self.membership.find_unused = not all(all(theirs) for theirs in everywhere)
-        if self.membership.group is not None:
-            for p, *anywhere in zip(parameters, *everywhere, strict=True):
-                if any(anywhere):
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    dist.all_reduce(p.grad, group=self.membership.group)
-                    p.grad /= self.membership.count
-            self.membership.wrap()
+        self.events.write("oom", step=self.piece.share.step if self.piece else None, samples=samples, micro_batch=None)
+        if self.membership.find_unused is None:  # the others wait to hear which parameters are used
+            self._reduce_first(message)
+        raise OutOfMemoryError(message)
+
+    def tell_cut(self) -> None:
+        """Say once that the share is computed in several passes because of what was learned about memory."""
+        assert self.piece is not None
+        size, share = self.memory.micro_batch or 0, self.piece.share.sizes[self.rank]
+        if 0 < size < share and size not in (self._told, self.memory.most):
+            self._told = size
+            self.events.write("memory", step=self.piece.share.step, batch=share, micro_batch=size, why=str(self.memory))
+            log.info("rank %d computes at most %d of its %d samples at a time: %s", self.rank, size, share, self.memory)
+
+    def _explain(self, error: BaseException) -> str:
+        """What a user can do about an error that ends the training."""
+        if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError) or self.piece is None:
+            return ""
+        samples = self.piece.samples
+        half = max(samples // 2, self.memory.minimum)
+        ways = [f"bound what is computed at a time with OmniLearn(micro_batch={half})"]
+        if self.memory.fixed:
+            ways = [f"bound the shares with OmniLearn(max_batch={half}): SyncBatchNorm does not allow micro-batches"]
+        elif self.step_cuts is None:
+            ways.insert(0, "use omni.step(compute_loss, batch), which computes the same samples again in smaller parts")
+        elif not self.step_cuts:
+            ways.append("give omni.step a batch of tensors and lists that have one entry per sample, and a weight as a "
+                        "function of the batch: such a batch it can cut")  # fmt: skip
+        return (
+            f"rank {self.rank} ran out of memory in step {self.piece.share.step}, with {samples} samples at a time: "
+            f"{', or '.join(ways)}. Gradients stay the same: they are accumulated and reduced once per step"
+        )
 
     # The optimizer's gate
 

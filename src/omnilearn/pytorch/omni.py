@@ -23,7 +23,7 @@ from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Sampler
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch import attempt, checkpoint
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
 from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
@@ -187,6 +187,7 @@ class OmniLearn:
                 maximum=self._max_batch,
                 multiple_of=self._multiple_of,
                 park=self._park,
+                micro=self._micro_batch,
             )
         self._engine = SyncEngine(
             self._world,
@@ -296,15 +297,23 @@ class OmniLearn:
         self._prepared("backward()").backward(loss, weight)
 
     def step(
-        self, compute_loss: Callable[[Any], torch.Tensor], batch: Any, *, weight: float | None = None
+        self,
+        compute_loss: Callable[[Any], torch.Tensor],
+        batch: Any,
+        *,
+        weight: float | Callable[[Any], float] | None = None,
     ) -> torch.Tensor:
-        """Forward, backward, reduction, optimizer step and zeroing in one. Returns this worker's loss, detached."""
+        """Forward, backward, reduction, optimizer step and zeroing in one. Returns this worker's loss, detached.
+
+        Running out of memory is survived: the same samples are computed again in smaller parts of ``batch``, which
+        ``compute_loss`` gets instead, to the same gradient. ``weight`` is as in ``backward``; give it as a function of
+        a (part of a) batch, so that a batch can be cut.
+        """
         engine = self._prepared("step()")
-        loss = compute_loss(batch)
-        engine.backward(loss, weight)
+        loss = attempt.compute(engine, compute_loss, batch, weight)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         """torch's clip_grad_norm_ on the whole step's gradient; does nothing while micro-batches are outstanding.

@@ -1,0 +1,293 @@
+"""How many samples fit at once? Learned from what passes really took, before memory runs out.
+
+A pass over b samples needs a fixed part and a part per sample. Both are read in the first passes of a size that never
+ran before: the allocator's peak on CUDA, the peak resident set on a CPU; all other passes cost nothing. Assumes that
+memory grows with the number of samples. Catching the error where it comes all the same is left to ``attempt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import socket
+from pathlib import Path
+
+import torch
+
+from omnilearn.cluster import cgroup
+from omnilearn.errors import OmniLearnError
+from omnilearn.pytorch import micro
+
+HEADROOM = 0.1
+"""This part of the memory is left alone: fragmentation, libraries, other processes."""
+LOOKS = 3
+"""So many passes of the largest size are looked at: in the first step, gradients and optimizer state are still new."""
+
+
+class OutOfMemoryError(OmniLearnError, MemoryError):
+    """Not even the smallest micro-batch fits into a worker's memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's error, Python's, and that of torch's CPU allocator, which has no type of its own."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+
+
+class Memory:
+    """This worker's memory: which micro-batches it should compute, and what became of them.
+
+    ``most`` is the user's own bound, ``minimum`` the least that the model can train on. ``fixed``: the share cannot be
+    cut, because all workers have to make the same passes (SyncBatchNorm).
+    """
+
+    def __init__(self, device: torch.device, *, most: int | None = None, minimum: int = 1, fixed: bool = False) -> None:
+        self.most, self.minimum, self.fixed = most, minimum, fixed
+        self.proven = 0  # up to so many samples need no care
+        self.failed = 0  # the size that ran out of memory last; whoever tells the others sets it back
+        self.sharers = 1  # workers that share this memory
+        self._gauge = _gauge(device)
+        self._cap: int | None = None  # learned the hard way
+        self._estimate: int | None = None  # learned in time
+        self._taken: dict[int, int] = {}  # bytes that passes of a size added
+        self._watched = self._looks = self._start = self._limit = 0
+
+    @property
+    def domain(self) -> tuple[str, str]:
+        """What this memory is, by name: workers with the same one share it."""
+        return socket.gethostname(), self._gauge.domain()
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The largest micro-batch to compute (None: no limit is known)."""
+        estimate = self._estimate
+        if estimate is not None and not self._gauge.kills:
+            estimate = max(estimate, self.proven)  # what ran once runs again
+        bounds = [self.most] if self.fixed else [self.most, self._cap, estimate]
+        return min((max(bound, self.minimum) for bound in bounds if bound is not None), default=None)
+
+    def cut(self, samples: int) -> list[int]:
+        """The micro-batches that a share is to be computed in."""
+        return micro.sizes(samples, self.micro_batch or samples, self.minimum)
+
+    def is_new(self, samples: int) -> bool:
+        return samples > self.proven and not self.fixed
+
+    # A pass
+
+    def begin(self, samples: int) -> None:
+        """A pass over so many samples comes. Where it is a new size, a CPU's allocator is told the room there is."""
+        if self._watched:
+            self.abandon()
+        if samples < self.proven or (samples == self.proven and self._looks >= LOOKS):
+            return
+        self._gauge.reset()
+        self._watched, self._start = samples, self._gauge.used()
+        room = self._gauge.free() // self.sharers
+        self._limit = self._start + room if self._start else 0
+        if samples > self.proven:
+            self._gauge.fence(room)
+
+    def end(self) -> None:
+        """The pass that was begun went well."""
+        samples, self._watched = self._watched, 0
+        if not samples:
+            return
+        self._gauge.lift()
+        self._looks = 1 if samples > self.proven else self._looks + 1
+        self.proven = max(self.proven, samples)
+        taken = self._gauge.peak() - self._start
+        if taken > 0 and self._limit:
+            self._taken[samples] = taken
+            self._estimate = self._fitting(samples)
+
+    def abandon(self) -> None:
+        """The pass that was begun did not end well, or is no more."""
+        self._watched = 0
+        self._gauge.lift()
+
+    def trust(self, samples: int) -> None:
+        """Nearly so many ran well: with what was learned from them, these do too."""
+        if self.micro_batch is None or self.micro_batch >= samples:
+            self.proven = max(self.proven, samples)
+
+    def refuse(self, samples: int) -> int:
+        """So many did not fit. Returns the size to go on with: half of it, or more where more is known to run."""
+        self.failed = samples
+        smaller = max(samples // 2, self.proven if self.proven < samples else 0, self.minimum)
+        self._cap = smaller if self._cap is None else min(smaller, self._cap)
+        self.proven = min(self.proven, self._cap)
+        return self._cap
+
+    def release(self) -> None:
+        """Give back what is held without need."""
+        gc.collect()
+        self._gauge.release()
+
+    def _fitting(self, samples: int) -> int:
+        """How many fit, by the largest size that ran and the slope from smaller ones (else in proportion)."""
+        taken, room = self._taken[samples], self._limit * (1 - HEADROOM) - self._start
+        slopes = [
+            (taken - less) / (samples - size) for size, less in self._taken.items() if 0 < size <= samples * 2 / 3
+        ]
+        slope = min(max([*slopes, 1.0]), taken / samples) if slopes else taken / samples
+        return max(int(samples + (room - taken) / slope), 0)
+
+    def __str__(self) -> str:
+        if not self._taken:
+            return "nothing measured yet"
+        samples = max(self._taken)
+        return (
+            f"{_bytes(self._taken[samples])} for {samples} samples beside {_bytes(self._start)} that are always there, "
+            f"of {_bytes(self._limit)}"
+        )
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+class _Unknown:
+    """A device that does not tell."""
+
+    kills = False
+
+    def domain(self) -> str:
+        return ""
+
+    def used(self) -> int:
+        return 0
+
+    def free(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass
+
+    def fence(self, room: int) -> None:
+        pass
+
+    def lift(self) -> None:
+        pass
+
+
+class _Card(_Unknown):
+    """A CUDA device, by its allocator's books: the host knows them, no stream is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def domain(self) -> str:
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def free(self) -> int:
+        """Of the card, of this process's fraction, and what the allocator keeps in store."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        held, used = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device)
+        return max(min(free, int(total * fraction) - held), 0) + held - used
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class _Process(_Unknown):
+    """A CPU worker on Linux, by its resident set and the tightest limit that holds for it.
+
+    Above a control group's limit the kernel kills. So where a new size is tried, the process gets a limit of its own
+    (RLIMIT_DATA) for that pass, a little below: the allocator then raises an error, which can be survived.
+    """
+
+    kills = True
+
+    def __init__(self) -> None:
+        self._before: tuple[int, int] | None = None
+        self._highest = 0
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def domain(self) -> str:
+        return min(self._limits(), default=(0, ""))[1]
+
+    def _limits(self) -> list[tuple[int, str]]:
+        """(bytes left, name) of all limits that hold for this process."""
+        limits = [(_field("/proc/meminfo", "MemAvailable"), "the machine's memory")]
+        hierarchy = cgroup.find("memory")
+        for group in hierarchy.path() if hierarchy else []:
+            limit = cgroup.memory_of(group)
+            if limit is not None:
+                limits.append((max(limit - cgroup.memory_used(group), 0), f"the control group {group}"))
+        for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            soft, _ = resource.getrlimit(kind)
+            if soft != resource.RLIM_INFINITY:
+                limits.append((max(soft - _field("/proc/self/status", used), 0), f"process {os.getpid()} ({used})"))
+        return limits
+
+    def used(self) -> int:
+        return _field("/proc/self/status", "VmRSS")
+
+    def free(self) -> int:
+        return min(self._limits())[0]
+
+    def reset(self) -> None:
+        self.release()  # what malloc keeps in store would hide what a pass takes
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        self._highest = _field("/proc/self/status", "VmHWM")
+
+    def peak(self) -> int:
+        peak = _field("/proc/self/status", "VmHWM")
+        return peak if peak > self._highest else 0  # a peak from before says nothing
+
+    def release(self) -> None:
+        if self._trim is not None:
+            self._trim(0)
+
+    def fence(self, room: int) -> None:
+        self.lift()
+        used = _field("/proc/self/status", "VmData")
+        if not used or not room:
+            return
+        stacks = torch.get_num_threads() * 2**23  # threads may start now: their stacks count, hardly a page is used
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = used + stacks + int(room * (1 - HEADROOM / 2))
+        if soft == resource.RLIM_INFINITY or wanted < soft:
+            self._before = soft, hard
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+    def lift(self) -> None:
+        if self._before is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._before)
+            self._before = None
+
+
+def _gauge(device: torch.device) -> _Unknown:
+    if device.type == "cuda":
+        return _Card(device)
+    return _Process() if device.type == "cpu" and Path("/proc/self/status").exists() else _Unknown()
+
+
+def _field(path: str, name: str) -> int:
+    """Bytes, from one of the kernel's tables (0: it has no such line)."""
+    for line in cgroup.read(Path(path)).splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
