@@ -2,7 +2,8 @@
 
 A size that never ran is tried without reducing anything meanwhile, so that an error stays here: what it left behind is
 undone, memory released, and the same samples are computed again in smaller parts. The gradient is the same; the others
-wait where they always do, in the reduction. To have one that overlaps all the same, a small part is left for the end.
+wait where they always do, in the reduction. To have one that overlaps all the same, a small part is left for the end,
+also from then on: an error there could not be undone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from omnilearn.pytorch.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from omnilearn.pytorch.engine import SyncEngine
+    from omnilearn.pytorch.loader import Piece
 
 REST = 8
 """The part left for the end, where a new size is tried, is an eighth."""
@@ -30,28 +32,29 @@ def compute(engine: SyncEngine, compute_loss: Callable[[Any], torch.Tensor], bat
     piece, memory = engine.begin_backward(), engine.memory
     samples, least = piece.samples, memory.minimum
     cut = micro.cutter(batch, samples) if weight is None or callable(weight) else None
-    engine.step_cuts = cut is not None and not memory.fixed
+    engine.shortage.step_cuts = cut is not None and not memory.fixed
     done, odd = 0, False
     losses: list[tuple[torch.Tensor, float]] = []
     while done < samples:
         left = samples - done
         size = memory.cut(left)[0] if cut is not None else left
-        whole_is_new = size == left and memory.is_new(size)
-        if whole_is_new and cut is not None and piece.last and engine.overlapping and left >= 2 * least:
-            size, odd = left - max(left // REST, least), True
+        new, whole = memory.is_new(size), size == left
+        care = new or memory.tight
+        if whole and care and cut is not None and piece.last and engine.overlapping and left >= 2 * least:
+            size, odd = left - max(left // REST, least), odd or new
         part = cut(done, done + size) if cut is not None and size < samples else batch
         last = piece.last and size == left
-        outcome = _one(engine, compute_loss, part, weight, size, last, piece.first and not done)
+        outcome = _one(engine, compute_loss, part, weight, size, last, care, fresh=piece.first and not done)
         if outcome is None:
             odd = True
-            _make_room(engine, size)
+            _make_room(engine, piece, size)
             continue
-        if whole_is_new:
+        if new and whole:
             memory.trust(left)
         losses.append(outcome)
         done += size
         if size < left:
-            engine.tell_cut()
+            engine.shortage.cut(piece)
     if piece.last:
         if odd:
             engine.clock.restart()  # this step's time says nothing about others
@@ -67,12 +70,12 @@ def _one(
     weight: Weight,
     size: int,
     last: bool,
+    care: bool,
     fresh: bool,
 ) -> tuple[torch.Tensor, float] | None:
     """The loss and its weight, or None where memory ran out and nothing of the pass is left."""
     memory, local = engine.memory, not (last and engine.overlapping)
-    new = memory.is_new(size) and local
-    undo = _Undo(engine, new)
+    undo = _Undo(engine, care and local)
     backward = False
     engine.reduce_with_next(last)
     memory.begin(size)
@@ -82,9 +85,9 @@ def _one(
         counts = engine.differentiate(loss, weight(part) if callable(weight) else weight, size, last)
     except Exception as error:
         memory.abandon()
-        if isinstance(error, OmniLearnError) or not is_out_of_memory(error) or not engine.step_cuts:
+        if isinstance(error, OmniLearnError) or not is_out_of_memory(error) or not engine.shortage.step_cuts:
             raise
-        if backward and not (local and (new or fresh)):
+        if backward and not (local and (care or fresh)):
             raise  # the others have part of this gradient already, or it is added to what was there
     else:
         memory.end()
@@ -95,24 +98,24 @@ def _one(
     return None
 
 
-def _make_room(engine: SyncEngine, size: int) -> None:
+def _make_room(engine: SyncEngine, piece: Piece, size: int) -> None:
     engine.memory.release()
     if size < 2 * engine.memory.minimum:
-        engine.does_not_fit(size)
-    engine.ran_out(size, engine.memory.refuse(size))
+        engine.give_up(engine.shortage.hopeless(piece, size))
+    engine.shortage.survived(piece, size, engine.memory.refuse(size))
 
 
 class _Undo:
-    """What a pass changes, to be put back: gradients, and for a new size also buffers and random numbers.
+    """What a pass changes, to be put back: gradients, buffers, random numbers.
 
-    A new size adds nothing to gradients that are there already before it has ended well. For other sizes nothing is
+    With care, a pass adds nothing to gradients that are there already before it has ended well. Without, nothing is
     kept, so that ordinary passes cost nothing: undone is only one before which there were no gradients.
     """
 
-    def __init__(self, engine: SyncEngine, new: bool) -> None:
-        self._engine, self._new = engine, new
+    def __init__(self, engine: SyncEngine, care: bool) -> None:
+        self._engine, self._care = engine, care
         self._weight = engine.weight
-        if not new:
+        if not care:
             return
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._gradients = [p.grad for p in self._parameters]
@@ -122,7 +125,7 @@ class _Undo:
         self._random = checkpoint.random_state(engine.world.device)
 
     def keep(self) -> None:
-        if not self._new:
+        if not self._care:
             return
         for p, before in zip(self._parameters, self._gradients, strict=True):
             if before is not None:
@@ -131,7 +134,7 @@ class _Undo:
     def undo(self, backward: bool) -> None:
         self._engine.weight = self._weight
         self._engine.model.used()
-        if not self._new:
+        if not self._care:
             if backward:
                 for p in self._engine.module.parameters():
                     p.grad = None

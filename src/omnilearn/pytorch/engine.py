@@ -14,7 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
-from omnilearn.pytorch.memory import Memory, OutOfMemoryError, is_out_of_memory
+from omnilearn.pytorch.memory import Memory, OutOfMemoryError
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
 from omnilearn.pytorch.planner import Planner, Stop
+from omnilearn.pytorch.shortage import Shortage
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -72,6 +73,7 @@ class SyncEngine:
         )
         domain = self.memory.domain
         self.memory.sharers = world.gather(domain).count(domain)
+        self.shortage = Shortage(self.rank, self.memory, self.events)
         world.explain = self._explain
         self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events, self.memory)
         world.agree("models", fingerprint(module))
@@ -82,6 +84,7 @@ class SyncEngine:
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
+        self._broken_off: Piece | None = None  # the one at which a loop was left early
         self.loader: TrainLoader | None = None  # the training loop under way
         self.step = 0  # steps done before the loop under way, over all loaders
         self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
@@ -90,8 +93,6 @@ class SyncEngine:
         self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
-        self.step_cuts: bool | None = None  # whether omni.step can cut its batch (None: it is not used)
-        self._told: int | None = None  # the micro-batch that the events know of
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
@@ -153,7 +154,7 @@ class SyncEngine:
         if piece.first:
             self._complete, self.weight, self._own_weights = False, 0.0, False
             if not piece.last:
-                self.tell_cut()
+                self.shortage.cut(piece)
         self.reduce_with_next(piece.last)
         self.memory.begin(piece.samples)
         self.model.used()
@@ -188,12 +189,13 @@ class SyncEngine:
             self.planner.record(self.piece.share.sizes, took_part=True)
             loader.sampler.consumed(self.piece.share)
         self.memory.abandon()
+        self._broken_off = self.piece
         self._end_loop()
         self._left = loader
 
     def settle(self) -> None:
         """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
-        loader, self._left = self._left, None
+        loader, self._left, self._broken_off = self._left, None, None
         if loader is None:
             return
         self._check_late()
@@ -304,57 +306,14 @@ class SyncEngine:
             reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group)
             members.wrap()
 
-    # Memory
-
-    def ran_out(self, samples: int, smaller: int) -> None:
-        """A micro-batch did not fit, and is computed again in smaller ones. The others hear of it with the timings."""
-        assert self.piece is not None
-        self._told = smaller
-        self.events.write("oom", step=self.piece.share.step, samples=samples, micro_batch=smaller)
-        log.warning(
-            "step %d: rank %d ran out of memory with %d samples: it computes %d at a time from now on",
-            self.piece.share.step, self.rank, samples, smaller,
-        )  # fmt: skip
-
-    def does_not_fit(self, samples: int) -> None:
-        """Not even the smallest micro-batch fits: the end, for all."""
-        message = (
-            f"rank {self.rank} runs out of memory with {'one sample' if samples == 1 else f'{samples} samples'}, and "
-            f"fewer cannot be computed at a time (its memory: {self.memory}): use a smaller model or smaller samples, "
-            f"activation checkpointing, or leave this worker out"
-        )
-        self.events.write("oom", step=self.piece.share.step if self.piece else None, samples=samples, micro_batch=None)
-        if self.membership.find_unused is None:  # the others wait to hear which parameters are used
-            self._reduce_first(message)
-        raise OutOfMemoryError(message)
-
-    def tell_cut(self) -> None:
-        """Say once that the share is computed in several passes because of what was learned about memory."""
-        assert self.piece is not None
-        size, share = self.memory.micro_batch or 0, self.piece.share.sizes[self.rank]
-        if 0 < size < share and size not in (self._told, self.memory.most):
-            self._told = size
-            self.events.write("memory", step=self.piece.share.step, batch=share, micro_batch=size, why=str(self.memory))
-            log.info("rank %d computes at most %d of its %d samples at a time: %s", self.rank, size, share, self.memory)
+    def give_up(self, error: OutOfMemoryError) -> NoReturn:
+        """Memory does not suffice on this worker: the end, for all. In the first step all raise the same error."""
+        if self.membership.find_unused is None:
+            self._reduce_first(str(error))
+        raise error
 
     def _explain(self, error: BaseException) -> str:
-        """What a user can do about an error that ends the training."""
-        if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError) or self.piece is None:
-            return ""
-        samples = self.piece.samples
-        half = max(samples // 2, self.memory.minimum)
-        ways = [f"bound what is computed at a time with OmniLearn(micro_batch={half})"]
-        if self.memory.fixed:
-            ways = [f"bound the shares with OmniLearn(max_batch={half}): SyncBatchNorm does not allow micro-batches"]
-        elif self.step_cuts is None:
-            ways.insert(0, "use omni.step(compute_loss, batch), which computes the same samples again in smaller parts")
-        elif not self.step_cuts:
-            ways.append("give omni.step a batch of tensors and lists that have one entry per sample, and a weight as a "
-                        "function of the batch: such a batch it can cut")  # fmt: skip
-        return (
-            f"rank {self.rank} ran out of memory in step {self.piece.share.step}, with {samples} samples at a time: "
-            f"{', or '.join(ways)}. Gradients stay the same: they are accumulated and reduced once per step"
-        )
+        return self.shortage.advice(self.piece or self._broken_off, error)
 
     # The optimizer's gate
 
@@ -375,9 +334,9 @@ class SyncEngine:
         if not gradients or self.piece is None:
             return True
         step = self.piece.share.step
-        if not gradients[0].is_cuda and bool(_norms(gradients, 2).sum().isfinite()):
+        if not gradients[0].is_cuda and bool(reduction.norms(gradients, 2).sum().isfinite()):
             return True  # much the quickest on a CPU; squares may overflow where the gradient does not
-        finite = _norms(gradients, float("inf")).isfinite().all()
+        finite = reduction.norms(gradients, float("inf")).isfinite().all()
         if not finite.is_cuda or self.nonfinite == "skip":
             return bool(finite) or self._not_finite(step, self._loss)
         # Read some steps later, when it is long there: the host does not wait. The same number of steps on all ranks.
@@ -462,12 +421,6 @@ class SyncEngine:
         self.share_buffers()
         if self.membership.parked:
             self.membership.hand_over(self.membership.active[0], self.membership.parked)
-
-
-def _norms(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
-    norms = torch._foreach_norm(gradients, order)
-    alike = all(norm.dtype == norms[0].dtype for norm in norms)
-    return torch.stack(norms if alike else [norm.to(torch.float64) for norm in norms])
 
 
 class _Progress:

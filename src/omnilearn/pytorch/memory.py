@@ -21,8 +21,8 @@ from omnilearn.cluster import cgroup
 from omnilearn.errors import OmniLearnError
 from omnilearn.pytorch import micro
 
-HEADROOM = 0.1
-"""This part of the memory is left alone: fragmentation, libraries, other processes."""
+HEADROOM = 0.15
+"""Of what is free beside the fixed part, this is left alone: fragmentation, libraries, other processes."""
 LOOKS = 3
 """So many passes of the largest size are looked at: in the first step, gradients and optimizer state are still new."""
 
@@ -54,7 +54,7 @@ class Memory:
         self._cap: int | None = None  # learned the hard way
         self._estimate: int | None = None  # learned in time
         self._taken: dict[int, int] = {}  # bytes that passes of a size added
-        self._watched = self._looks = self._start = self._limit = 0
+        self._watched = self._last = self._looks = self._start = self._limit = 0
 
     @property
     def domain(self) -> tuple[str, str]:
@@ -65,7 +65,7 @@ class Memory:
     def micro_batch(self) -> int | None:
         """The largest micro-batch to compute (None: no limit is known)."""
         estimate = self._estimate
-        if estimate is not None and not self._gauge.kills:
+        if estimate is not None and not self._gauge.kills and not self.tight:
             estimate = max(estimate, self.proven)  # what ran once runs again
         bounds = [self.most] if self.fixed else [self.most, self._cap, estimate]
         return min((max(bound, self.minimum) for bound in bounds if bound is not None), default=None)
@@ -76,6 +76,11 @@ class Memory:
 
     def is_new(self, samples: int) -> bool:
         return samples > self.proven and not self.fixed
+
+    @property
+    def tight(self) -> bool:
+        """Memory ran out before."""
+        return self._cap is not None
 
     # A pass
 
@@ -102,7 +107,7 @@ class Memory:
         self.proven = max(self.proven, samples)
         taken = self._gauge.peak() - self._start
         if taken > 0 and self._limit:
-            self._taken[samples] = taken
+            self._taken[samples], self._last = taken, samples
             self._estimate = self._fitting(samples)
 
     def abandon(self) -> None:
@@ -120,7 +125,7 @@ class Memory:
         self.failed = samples
         smaller = max(samples // 2, self.proven if self.proven < samples else 0, self.minimum)
         self._cap = smaller if self._cap is None else min(smaller, self._cap)
-        self.proven = min(self.proven, self._cap)
+        self.proven, self._looks = min(self.proven, self._cap), 0
         return self._cap
 
     def release(self) -> None:
@@ -130,7 +135,7 @@ class Memory:
 
     def _fitting(self, samples: int) -> int:
         """How many fit, by the largest size that ran and the slope from smaller ones (else in proportion)."""
-        taken, room = self._taken[samples], self._limit * (1 - HEADROOM) - self._start
+        taken, room = self._taken[samples], (self._limit - self._start) * (1 - HEADROOM)
         slopes = [
             (taken - less) / (samples - size) for size, less in self._taken.items() if 0 < size <= samples * 2 / 3
         ]
@@ -138,13 +143,10 @@ class Memory:
         return max(int(samples + (room - taken) / slope), 0)
 
     def __str__(self) -> str:
-        if not self._taken:
-            return "nothing measured yet"
-        samples = max(self._taken)
-        return (
-            f"{_bytes(self._taken[samples])} for {samples} samples beside {_bytes(self._start)} that are always there, "
-            f"of {_bytes(self._limit)}"
-        )
+        if not self._last:
+            return "no pass was measured yet"
+        taken, limit = _bytes(self._taken[self._last]), _bytes(self._limit)
+        return f"{taken} for {self._last} samples, beside {_bytes(self._start)} that are always there, of {limit}"
 
 
 def _bytes(count: float) -> str:
@@ -221,8 +223,7 @@ class _Process(_Unknown):
 
     def __init__(self) -> None:
         self._before: tuple[int, int] | None = None
-        self._highest = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._ours = self._highest = 0
 
     def domain(self) -> str:
         return min(self._limits(), default=(0, ""))[1]
@@ -238,7 +239,9 @@ class _Process(_Unknown):
         for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
             soft, _ = resource.getrlimit(kind)
             if soft != resource.RLIM_INFINITY:
-                limits.append((max(soft - _field("/proc/self/status", used), 0), f"process {os.getpid()} ({used})"))
+                limits.append(
+                    (max(soft - _field("/proc/self/status", used) + _kept(), 0), f"process {os.getpid()} ({used})")
+                )
         return limits
 
     def used(self) -> int:
@@ -258,8 +261,8 @@ class _Process(_Unknown):
         return peak if peak > self._highest else 0  # a peak from before says nothing
 
     def release(self) -> None:
-        if self._trim is not None:
-            self._trim(0)
+        if hasattr(_LIBC, "malloc_trim"):
+            _LIBC.malloc_trim(0)
 
     def fence(self, room: int) -> None:
         self.lift()
@@ -268,21 +271,38 @@ class _Process(_Unknown):
             return
         stacks = torch.get_num_threads() * 2**23  # threads may start now: their stacks count, hardly a page is used
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = used + stacks + int(room * (1 - HEADROOM / 2))
+        wanted = used - _kept() + stacks + int(room * (1 - HEADROOM / 3))
         if soft == resource.RLIM_INFINITY or wanted < soft:
-            self._before = soft, hard
+            self._before, self._ours = (soft, hard), wanted
             resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
     def lift(self) -> None:
-        if self._before is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._before)
-            self._before = None
+        before, self._before = self._before, None
+        if before is not None and resource.getrlimit(resource.RLIMIT_DATA)[0] == self._ours:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _gauge(device: torch.device) -> _Unknown:
     if device.type == "cuda":
         return _Card(device)
     return _Process() if device.type == "cpu" and Path("/proc/self/status").exists() else _Unknown()
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; the ninth number is what malloc holds free."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def _kept() -> int:
+    """Bytes that malloc keeps of what was freed: they can be had again without asking the kernel."""
+    if not hasattr(_LIBC, "mallinfo2"):
+        return 0
+    _LIBC.mallinfo2.restype = _Mallinfo
+    return int(_LIBC.mallinfo2().numbers[8])
 
 
 def _field(path: str, name: str) -> int:

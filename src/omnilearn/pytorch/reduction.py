@@ -1,4 +1,4 @@
-"""Gradients put together without DistributedDataParallel: the first step's, and the user's weights divided out."""
+"""Gradients without DistributedDataParallel: the first step's reduction, the user's weights divided out, norms."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def divide(module: nn.Module, reduction: tuple[torch.Tensor, Any], assumed: int)
             by_type.setdefault(p.grad.dtype, []).append(p.grad)
     for kind, same in by_type.items():
         torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
+
+
+def norms(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of each."""
+    found = torch._foreach_norm(gradients, order)
+    alike = all(norm.dtype == found[0].dtype for norm in found)
+    return torch.stack(found if alike else [norm.to(torch.float64) for norm in found])
