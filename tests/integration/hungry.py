@@ -14,10 +14,9 @@ from torch import nn
 
 from omnilearn import OmniLearn
 from omnilearn.data import Sampler
-from omnilearn.pytorch.memory import _LIBC, _kept
+from omnilearn.pytorch.memory import _LIBC, M_MMAP_THRESHOLD, _kept
 from tests.integration.test_exact import FEATURES, SIZE, Data, Script
 
-M_MMAP_THRESHOLD = -3
 WIDTH = 2**14
 PER_SAMPLE = 2 * 16 * WIDTH * 8
 """Bytes that the forward pass keeps per sample; the backward pass needs as much again for a while."""
@@ -51,7 +50,7 @@ def alone(epochs: int, batch: int, by_token: bool = False) -> list[torch.Tensor]
         for share in sampler.shares(0):
             x, y, tokens = (t[share.indices] for t in (data.x, data.y, data.tokens))
             per_sample = (model(x) - y).pow(2).mean(dim=1)
-            weights = tokens / tokens.sum() if by_token else torch.full_like(per_sample, 1 / len(x))
+            weights = tokens.double() / tokens.sum() if by_token else torch.full_like(per_sample, 1 / len(x))
             (per_sample * weights).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,3 +150,13 @@ def train(
 def call(plans: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
     """``train``, for a gang, which has no keywords."""
     return train(plans, **options)
+
+
+def hopeless(step: int, room: int) -> None:
+    """One sample is too much for rank 1."""
+    global WIDTH
+    WIDTH, before = 2**19, WIDTH
+    try:
+        train([[1, 3]], short={1: (step, room)}, epochs=1)
+    finally:
+        WIDTH = before

@@ -30,7 +30,7 @@ Weight = float | Callable[[Any], float] | None
 def compute(engine: SyncEngine, compute_loss: Callable[[Any], torch.Tensor], batch: Any, weight: Weight) -> Any:
     """Forward and backward passes for the micro-batch under way, and the reduction after the step's last."""
     piece, memory = engine.begin_backward(), engine.memory
-    samples, least = piece.samples, memory.minimum
+    samples, tail = piece.samples, max(piece.samples // REST, memory.minimum)
     cut = micro.cutter(batch, samples) if weight is None or callable(weight) else None
     engine.shortage.step_cuts = cut is not None and not memory.fixed
     done, odd = 0, False
@@ -38,10 +38,10 @@ def compute(engine: SyncEngine, compute_loss: Callable[[Any], torch.Tensor], bat
     while done < samples:
         left = samples - done
         size = memory.cut(left)[0] if cut is not None else left
-        new, whole = memory.is_new(size), size == left
-        care = new or memory.tight
-        if whole and care and cut is not None and piece.last and engine.overlapping and left >= 2 * least:
-            size, odd = left - max(left // REST, least), odd or new
+        new, care = memory.is_new(size), memory.is_new(size) or memory.tight
+        whole = size == left
+        if care and cut is not None and piece.last and engine.overlapping and left - tail >= memory.minimum:
+            size, odd = memory.cut(left - tail)[0], odd or (new and whole)
         part = cut(done, done + size) if cut is not None and size < samples else batch
         last = piece.last and size == left
         outcome = _one(engine, compute_loss, part, weight, size, last, care, fresh=piece.first and not done)

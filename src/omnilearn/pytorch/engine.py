@@ -156,7 +156,8 @@ class SyncEngine:
             if not piece.last:
                 self.shortage.cut(piece)
         self.reduce_with_next(piece.last)
-        self.memory.begin(piece.samples)
+        if self.shortage.step_cuts is None:  # omni.step does it for each part
+            self.memory.begin(piece.samples)
         self.model.used()
 
     def take_back(self, loader: TrainLoader, piece: Piece) -> None:

@@ -23,6 +23,8 @@ from omnilearn.pytorch import micro
 
 HEADROOM = 0.15
 """Of what is free beside the fixed part, this is left alone: fragmentation, libraries, other processes."""
+NEAR = 0.4
+"""A pass that takes more than this part of what is free is near the limit."""
 LOOKS = 3
 """So many passes of the largest size are looked at: in the first step, gradients and optimizer state are still new."""
 
@@ -51,6 +53,7 @@ class Memory:
         self.failed = 0  # the size that ran out of memory last; whoever tells the others sets it back
         self.sharers = 1  # workers that share this memory
         self._gauge = _gauge(device)
+        self._near = False  # to the limit: from now on, passes on a CPU are fenced in
         self._cap: int | None = None  # learned the hard way
         self._estimate: int | None = None  # learned in time
         self._taken: dict[int, int] = {}  # bytes that passes of a size added
@@ -89,26 +92,30 @@ class Memory:
         if self._watched:
             self.abandon()
         if samples < self.proven or (samples == self.proven and self._looks >= LOOKS):
+            if self._near:
+                self._gauge.fence(self._gauge.free() // self.sharers)
             return
         self._gauge.reset()
         self._watched, self._start = samples, self._gauge.used()
         room = self._gauge.free() // self.sharers
         self._limit = self._start + room if self._start else 0
-        if samples > self.proven:
+        if samples > self.proven or self._near:
             self._gauge.fence(room)
 
     def end(self) -> None:
         """The pass that was begun went well."""
         samples, self._watched = self._watched, 0
+        self._gauge.lift()
         if not samples:
             return
-        self._gauge.lift()
         self._looks = 1 if samples > self.proven else self._looks + 1
         self.proven = max(self.proven, samples)
         taken = self._gauge.peak() - self._start
         if taken > 0 and self._limit:
             self._taken[samples], self._last = taken, samples
             self._estimate = self._fitting(samples)
+            if taken > NEAR * (self._limit - self._start):
+                self._come_near()
 
     def abandon(self) -> None:
         """The pass that was begun did not end well, or is no more."""
@@ -123,10 +130,16 @@ class Memory:
     def refuse(self, samples: int) -> int:
         """So many did not fit. Returns the size to go on with: half of it, or more where more is known to run."""
         self.failed = samples
+        self._come_near()
         smaller = max(samples // 2, self.proven if self.proven < samples else 0, self.minimum)
         self._cap = smaller if self._cap is None else min(smaller, self._cap)
         self.proven, self._looks = min(self.proven, self._cap), 0
         return self._cap
+
+    def _come_near(self) -> None:
+        if not self._near:
+            self._near = True
+            self._gauge.economise()
 
     def release(self) -> None:
         """Give back what is held without need."""
@@ -176,6 +189,9 @@ class _Unknown:
     def release(self) -> None:
         pass
 
+    def economise(self) -> None:
+        pass
+
     def fence(self, room: int) -> None:
         pass
 
@@ -215,8 +231,8 @@ class _Card(_Unknown):
 class _Process(_Unknown):
     """A CPU worker on Linux, by its resident set and the tightest limit that holds for it.
 
-    Above a control group's limit the kernel kills. So where a new size is tried, the process gets a limit of its own
-    (RLIMIT_DATA) for that pass, a little below: the allocator then raises an error, which can be survived.
+    Above a control group's limit the kernel kills. So where a new size is tried, and near the limit, the process gets a
+    limit of its own (RLIMIT_DATA) for that pass, a little below: the allocator then raises an error instead.
     """
 
     kills = True
@@ -224,6 +240,9 @@ class _Process(_Unknown):
     def __init__(self) -> None:
         self._before: tuple[int, int] | None = None
         self._ours = self._highest = 0
+        hierarchy = cgroup.find("memory")
+        groups = hierarchy.path() if hierarchy else []
+        self._groups = [group for group in groups if cgroup.memory_of(group) is not None]
 
     def domain(self) -> str:
         return min(self._limits(), default=(0, ""))[1]
@@ -231,8 +250,7 @@ class _Process(_Unknown):
     def _limits(self) -> list[tuple[int, str]]:
         """(bytes left, name) of all limits that hold for this process."""
         limits = [(_field("/proc/meminfo", "MemAvailable"), "the machine's memory")]
-        hierarchy = cgroup.find("memory")
-        for group in hierarchy.path() if hierarchy else []:
+        for group in self._groups:
             limit = cgroup.memory_of(group)
             if limit is not None:
                 limits.append((max(limit - cgroup.memory_used(group), 0), f"the control group {group}"))
@@ -264,6 +282,12 @@ class _Process(_Unknown):
         if hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
 
+    def economise(self) -> None:
+        """What is freed goes back to the kernel at once: kept in store, it is soon in pieces too small to be used."""
+        if hasattr(_LIBC, "mallopt"):
+            _LIBC.mallopt(M_MMAP_THRESHOLD, 2**20)
+        self.release()
+
     def fence(self, room: int) -> None:
         self.lift()
         used = _field("/proc/self/status", "VmData")
@@ -289,6 +313,7 @@ def _gauge(device: torch.device) -> _Unknown:
 
 
 _LIBC = ctypes.CDLL(None)
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 class _Mallinfo(ctypes.Structure):

@@ -34,10 +34,10 @@ def cutter(batch: Any, samples: int) -> Callable[[int, int], Any] | None:
     >>> cut(1, 3)
     {'x': tensor([1, 2]), 'names': ['b', 'c']}
     """
-    return None if isinstance(batch, CONSTANT) else _cutter(batch, samples)
+    return None if isinstance(batch, CONSTANT) else _cutter(batch, samples, outermost=True)
 
 
-def _cutter(batch: Any, samples: int) -> Callable[[int, int], Any] | None:
+def _cutter(batch: Any, samples: int, outermost: bool = False) -> Callable[[int, int], Any] | None:
     if isinstance(batch, CONSTANT):
         return lambda start, stop: batch
     if isinstance(batch, (torch.Tensor, np.ndarray)):
@@ -51,9 +51,14 @@ def _cutter(batch: Any, samples: int) -> Callable[[int, int], Any] | None:
         one_per_sample = len(batch) == samples and not hasattr(batch, "_fields")
         if not one_per_sample:
             return fields
-        # Two ways to read it: a list of samples, or fields whose number happens to be that of the samples.
-        plain = all(isinstance(value, CONSTANT) for value in batch)
-        return (lambda start, stop: batch[start:stop]) if fields is None or plain else None
+        if fields is None or all(isinstance(value, CONSTANT) for value in batch):
+            return lambda start, stop: batch[start:stop]
+        # Two ways to read it: fields, whose number happens to be that of the samples, or a list of samples. These are
+        # of one kind; fields hardly ever are, and least of all the outermost ones.
+        kinds = {
+            (type(v), getattr(v, "dtype", None), getattr(v, "shape" if outermost else "ndim", None)) for v in batch
+        }
+        return fields if len(kinds) > 1 else None
     return None
 
 

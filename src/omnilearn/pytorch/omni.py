@@ -218,8 +218,8 @@ class OmniLearn:
             checkpoint.check_plain(f"the state of {type(other).__name__}", other.state_dict())
         if self._micro_batch and self.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
             raise InfeasibleError(
-                f"micro_batch={self._micro_batch} with SyncBatchNorm: shares differ, and so would the number of passes, "
-                f"which all workers have to make together: use max_batch, or BatchNorm"
+                f"micro_batch={self._micro_batch} with SyncBatchNorm: shares differ, and so would the number of passes "
+                f"that all workers have to make together: use max_batch, or BatchNorm"
             )
         known = {id(p) for p in model.parameters()}
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
