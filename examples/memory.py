@@ -32,7 +32,7 @@ def compute_loss(batch):
     return F.mse_loss(model(inputs), targets)
 
 
-for epoch in range(5):
+for epoch in range(4):
     for batch in loader:
         loss = omni.step(compute_loss, batch)
     mean = omni.mean(loss)

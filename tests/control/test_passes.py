@@ -55,6 +55,18 @@ def test_a_little_more_than_fits_goes_elsewhere() -> None:
     assert few[0] > 5 * 60
 
 
+def test_the_example_of_the_documentation() -> None:
+    """docs/memory.md: a 24 GB and an 11 GB card."""
+    found = {
+        (size, cut): allocate(
+            Problem.of(size, workers=2, micro=[400, 180] if cut else None), [0.03, 0.04], [1e-3, 1.6e-3]
+        )
+        for size in (512, 1024)
+        for cut in (False, True)
+    }
+    assert [batches.tolist() for batches in found.values()] == [[319, 193], [332, 180], [634, 390], [653, 371]]
+
+
 def test_the_fixed_part_is_that_of_one_pass() -> None:
     curves = replace(Curves.guess([1.0]), micro=np.array([32]))
     for b in [16, 40, 100, 30, 64] * 12:

@@ -65,16 +65,26 @@ def occupied() -> int:
 
 
 class Shortage:
-    """Leaves this process room for so many bytes more, as ``ulimit -d`` does; the allocator's error is a real one."""
+    """Leaves this process room for so many bytes more; the allocator's error is a real one.
+
+    On a CPU as ``ulimit -d`` does, on a CUDA device by the process's fraction of its memory.
+    """
 
     def __init__(self) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
         _LIBC.mallopt(M_MMAP_THRESHOLD, 2**18)  # what is freed goes back to the kernel, and is really not there
 
-    def begin(self, room: int) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (occupied() + room, self._before[1]))
+    def begin(self, room: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + room) / total, device)
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (occupied() + room, self._before[1]))
 
     def end(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(1.0)
         resource.setrlimit(resource.RLIMIT_DATA, self._before)
         _LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
 
@@ -124,7 +134,7 @@ def train(
             loader = omni.loader(Data(), shuffle=True, num_workers=workers)
             for _ in range(epochs):
                 if step == at:
-                    shortage.begin(room)
+                    shortage.begin(room, omni.device)
                 for batch in loader:
                     if door == "step":
                         omni.step(compute, batch, weight=(lambda part: part[2].sum()) if by_token else None)
@@ -135,7 +145,7 @@ def train(
                     if not omni.accumulating:
                         step += 1
                         if step == at:
-                            shortage.begin(room)
+                            shortage.begin(room, omni.device)
             state = [p.detach().cpu().clone() for p in model.parameters()]
             buffers = [b.detach().cpu().clone() for b in model.buffers()]
             memory, problem = omni._engine.memory, omni._engine.planner.problem

@@ -74,7 +74,6 @@ class SyncEngine:
         domain = self.memory.domain
         self.memory.sharers = world.gather(domain).count(domain)
         self.shortage = Shortage(self.rank, self.memory, self.events)
-        world.explain = self._explain
         self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events, self.memory)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
@@ -95,6 +94,7 @@ class SyncEngine:
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
+        world.explain = self._explain
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:

@@ -158,8 +158,8 @@ class Memory:
     def __str__(self) -> str:
         if not self._last:
             return "no pass was measured yet"
-        taken, limit = _bytes(self._taken[self._last]), _bytes(self._limit)
-        return f"{taken} for {self._last} samples, beside {_bytes(self._start)} that are always there, of {limit}"
+        taken, free = _bytes(self._taken[self._last]), _bytes(self._limit - self._start)
+        return f"{taken} for {self._last} samples, where {free} were free beside the {_bytes(self._start)} in use"
 
 
 def _bytes(count: float) -> str:
@@ -206,7 +206,7 @@ class _Card(_Unknown):
         self._device = device
 
     def domain(self) -> str:
-        return str(torch.cuda.get_device_properties(self._device).uuid)
+        return str(getattr(torch.cuda.get_device_properties(self._device), "uuid", self._device))
 
     def used(self) -> int:
         return torch.cuda.memory_allocated(self._device)

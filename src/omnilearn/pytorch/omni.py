@@ -54,7 +54,8 @@ class OmniLearn:
     ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
-    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
+    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation). What memory
+    does not hold is so without it: the bound is learned (docs/memory.md).
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
     ``log_dir``: where events go (docs/events.md); by default where ``omnilearn run`` says, else nowhere.
     ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
