@@ -41,7 +41,7 @@ def test_a_plain_loop_gets_micro_batches_before_trouble(gang: Gang) -> None:
     """The allocator's statistics and the process's fraction of the card are enough to know."""
     results, _ = check(gang, [[12, 4]] * 3 + [[2, 14]], door="plain", short={1: (0, 80 * MB)})
     assert not any("out of memory" in line for line in results[1]["log"])
-    assert 4 <= max(results[1]["passes"]) <= results[1]["micro"] < 14
+    assert max(results[1]["passes"]) <= max(results[1]["micro"], 4) < 14
 
 
 def test_one_sample_does_not_fit(gang: Gang) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import resource
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from omnilearn import OmniLearn
 from omnilearn.data import Sampler
-from omnilearn.pytorch.memory import _LIBC, M_MMAP_THRESHOLD, _kept
+from omnilearn.pytorch.gauge import LIBC, M_MMAP_THRESHOLD, kept
 from tests.integration.test_exact import FEATURES, SIZE, Data, Script
 
 WIDTH = 2**14
@@ -41,6 +42,7 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (model(x) - y).pow(2).mean()
 
 
+@lru_cache
 def alone(epochs: int, batch: int, by_token: bool = False) -> list[torch.Tensor]:
     """One process, plain PyTorch, without any limit."""
     model = Hungry()
@@ -61,7 +63,7 @@ def alone(epochs: int, batch: int, by_token: bool = False) -> list[torch.Tensor]
 def occupied() -> int:
     """Bytes of this process that count against RLIMIT_DATA, less what malloc keeps of what was freed."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")) - _kept()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")) - kept()
 
 
 class Shortage:
@@ -72,7 +74,7 @@ class Shortage:
 
     def __init__(self) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        _LIBC.mallopt(M_MMAP_THRESHOLD, 2**18)  # what is freed goes back to the kernel, and is really not there
+        LIBC.mallopt(M_MMAP_THRESHOLD, 2**18)  # what is freed goes back to the kernel, and is really not there
 
     def begin(self, room: int, device: torch.device) -> None:
         if device.type == "cuda":
@@ -86,7 +88,7 @@ class Shortage:
         if torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(1.0)
         resource.setrlimit(resource.RLIMIT_DATA, self._before)
-        _LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
+        LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 @contextlib.contextmanager
@@ -165,7 +167,7 @@ def call(plans: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
 def hopeless(step: int, room: int) -> None:
     """One sample is too much for rank 1."""
     global WIDTH
-    WIDTH, before = 2**19, WIDTH
+    WIDTH, before = 2**18, WIDTH
     try:
         train([[1, 3]], short={1: (step, room)}, epochs=1)
     finally:

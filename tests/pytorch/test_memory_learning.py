@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnilearn.pytorch.memory import LOOKS, Memory, _Unknown, is_out_of_memory
+from omnilearn.pytorch.gauge import Gauge
+from omnilearn.pytorch.memory import LOOKS, Memory, is_out_of_memory
 
 
-class Simulated(_Unknown):
+class Simulated(Gauge):
     """A device with a fixed part, which grows in the first step, a constant and a part per sample."""
 
     def __init__(self, limit: int, fixed: int, constant: int, per_sample: int, kills: bool) -> None:
