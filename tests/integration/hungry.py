@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,7 +139,9 @@ def train(
                 if step == at:
                     shortage.begin(room, omni.device)
                 for batch in loader:
-                    if door == "step":
+                    if door == "opaque":
+                        omni.step(lambda held: compute(held.batch), SimpleNamespace(batch=batch))
+                    elif door == "step":
                         omni.step(compute, batch, weight=(lambda part: part[2].sum()) if by_token else None)
                     else:
                         omni.backward(compute(batch))

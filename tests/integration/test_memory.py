@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnilearn import OmniLearn
 from omnilearn.observe import read
 from tests.cluster.cluster_helpers import needs_groups
 from tests.gang import Gang, WorkerError
@@ -128,6 +129,25 @@ def test_in_a_plain_loop_all_are_told_what_to_change(gang: Gang) -> None:
     assert "PeerFailure" in raised.value.errors[0][1]
     for advice in ("omni.step(compute_loss, batch)", "OmniLearn(micro_batch=5)", "11 samples at a time"):
         assert advice in raised.value.errors[0][1]
+
+
+def test_a_batch_that_cannot_be_cut(gang: Gang) -> None:
+    with pytest.raises(WorkerError) as raised:
+        gang.run(2, hungry.call, [[5, 11]], {"door": "opaque", "short": {1: (0, 40 * MB)}})
+    assert raised.value.errors[1][0] in ("RuntimeError", "MemoryError")
+    assert "OmniLearn(micro_batch=5), or give omni.step a batch of tensors" in raised.value.errors[0][1]
+
+
+def synchronised() -> None:
+    with OmniLearn(8, micro_batch=2) as omni:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+        omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sync_batch_norm_needs_the_same_passes_everywhere(gang: Gang) -> None:
+    with pytest.raises(WorkerError, match="micro_batch=2 with SyncBatchNorm") as raised:
+        gang.run(2, synchronised)
+    assert [kind for kind, _ in raised.value.errors.values()] == ["InfeasibleError"] * 2
 
 
 # A control group's limit, above which the kernel kills

@@ -200,8 +200,8 @@ class Planner:
         return None
 
     def _hear_of_memory(self, micro: Any, failed: Any) -> None:
-        """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""
-        bounds = np.where(micro > 0, micro, UNBOUNDED).astype(np.int64)
+        """Everybody's largest micro-batch (0: not known), for the policy, if it matters; and who ran out of memory."""
+        bounds = np.where((micro > 0) & (micro < self.problem.global_batch), micro, UNBOUNDED).astype(np.int64)
         known = None if np.all(bounds == UNBOUNDED) else bounds
         if not np.array_equal(known, self.problem.micro):  # type: ignore[arg-type]
             self.problem = replace(self.problem, micro=known)
