@@ -101,10 +101,10 @@ def test_memory_may_become_known_while_training_runs() -> None:
     """The planner replaces the problem's micro-batches when a worker has learned its own."""
     policy, known = Optimal(), Problem.of(96, workers=2, park=False)
     state = policy.start(known)
-    for micro in [None] * 8 + [np.array([20, 96])] * 16:
-        known = replace(known, micro=micro)
+    for micro in [[0, 500]] * 8 + [[20, 0]] * 16:
+        known = known.holding(micro)
         b = np.asarray(state.plan.batches)
-        busy = 0.1 * passes(b.astype(float), micro) + 0.001 * b
+        busy = 0.1 * passes(b.astype(float), known.micro) + 0.001 * b
         state = policy.update(known, state, Report.of(b, busy, busy.max() - busy))
     b = np.asarray(state.plan.batches)
     assert b[0] in (20, 40), "full passes only"

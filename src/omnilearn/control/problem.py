@@ -6,7 +6,7 @@ Checked once, when it is made: everything below may assume that a solution exist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -132,6 +132,12 @@ class Problem:
         m = self.multiple_of
         low = -(-self.minimum // m)
         return low, np.maximum(np.minimum(self.maximum, self.global_batch) // m, low)
+
+    def holding(self, micro: npt.ArrayLike) -> Problem:
+        """The same problem, each worker computing at most so many samples at a time (0, or the batch: no matter)."""
+        held = np.asarray(micro, dtype=np.int64)
+        held = np.where((held > 0) & (held < self.global_batch), held, UNBOUNDED)
+        return replace(self, micro=None if np.all(held == UNBOUNDED) else held)
 
     def check(self, batches: Ints) -> None:
         """Raise if ``batches`` is not a valid split of this problem."""

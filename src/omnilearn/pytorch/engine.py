@@ -84,6 +84,7 @@ class SyncEngine:
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
         self._broken_off: Piece | None = None  # the one at which a loop was left early
+        world.explain = self._explain
         self.loader: TrainLoader | None = None  # the training loop under way
         self.step = 0  # steps done before the loop under way, over all loaders
         self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
@@ -94,7 +95,6 @@ class SyncEngine:
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
-        world.explain = self._explain
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:

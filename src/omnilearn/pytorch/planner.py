@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from omnilearn.cluster.resources import measure_flops
 from omnilearn.control import Plan, Policy, Problem, Report, State
-from omnilearn.control.problem import UNBOUNDED
 from omnilearn.data import Sampler
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
@@ -154,10 +153,10 @@ class Planner:
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
         sent = torch.zeros(HEADER + 2 * (expected + self._hold_back), dtype=torch.float64)
-        sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
-        sent[2] = self._pulse.look() if idle else self._pulse.forget()
         sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
         self._memory.failed = 0
+        sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
+        sent[2] = self._pulse.look() if idle else self._pulse.forget()
         for i, (_, took_part) in enumerate(rows[: (len(sent) - HEADER) // 2]):
             timing = self._clock.take() if took_part else None
             self._steps += 1
@@ -200,11 +199,8 @@ class Planner:
         return None
 
     def _hear_of_memory(self, micro: Any, failed: Any) -> None:
-        """Everybody's largest micro-batch (0: not known), for the policy, if it matters; and who ran out of memory."""
-        bounds = np.where((micro > 0) & (micro < self.problem.global_batch), micro, UNBOUNDED).astype(np.int64)
-        known = None if np.all(bounds == UNBOUNDED) else bounds
-        if not np.array_equal(known, self.problem.micro):  # type: ignore[arg-type]
-            self.problem = replace(self.problem, micro=known)
+        """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""
+        self.problem = self.problem.holding(micro)
         for rank in np.flatnonzero(failed):
             if rank != self._world.rank:
                 log.warning("rank %d ran out of memory with %d samples: it computes %d at a time from now on",
