@@ -16,12 +16,13 @@ class Simulated(Gauge):
 
     def __init__(self, limit: int, fixed: int, constant: int, per_sample: int, kills: bool) -> None:
         self.limit, self.fixed, self.constant, self.per_sample, self.kills = limit, fixed, constant, per_sample, kills
-        self.running = self.looks = 0
+        self.running = self.looks = self.asked = 0
 
     def used(self) -> int:
         return self.fixed
 
     def free(self) -> int:
+        self.asked += 1
         return self.limit - self.fixed
 
     def reset(self) -> None:
@@ -86,13 +87,15 @@ def test_refused_sizes_come_down_to_the_minimum(gauge: Simulated, minimum: int) 
     assert learned.tight
 
 
-def test_looking_costs_nothing_once_a_size_is_known() -> None:
-    gauge = Simulated(10_000, 100, 0, 10, False)
+@pytest.mark.parametrize("limit", [500, 10_000])
+def test_looking_costs_nothing_once_a_size_is_known(limit: int) -> None:
+    """Nor does it on a card that is nearly full."""
+    gauge = Simulated(limit, 100, 0, 10, False)
     learned = memory(gauge)
     for _ in range(50):
         assert run(learned, gauge, 32)
         assert run(learned, gauge, 16)
-    assert gauge.looks == LOOKS
+    assert gauge.looks == gauge.asked == LOOKS
 
 
 def test_what_ran_once_runs_again_where_nothing_kills() -> None:

@@ -87,7 +87,7 @@ class Memory:
         if self._watched:
             self.abandon()
         if samples < self.proven or (samples == self.proven and self._looks >= LOOKS):
-            if self._near:
+            if self._near and self._gauge.kills:
                 self._gauge.fence(self._gauge.free() // self.sharers)
             return
         self._gauge.reset()
