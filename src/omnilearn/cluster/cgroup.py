@@ -92,6 +92,15 @@ def memory_of(group: Path) -> int | None:
     return int(word) if word.isdigit() and int(word) < UNLIMITED else None
 
 
+def memory_used(group: Path) -> int:
+    """Bytes that count against the group's limit and cannot simply be dropped, as cached files can (0: not known)."""
+    word = read(group / "memory.current") or read(group / "memory.usage_in_bytes")
+    lines = (line.split() for line in read(group / "memory.stat").splitlines())
+    counts = {words[0]: int(words[1]) for words in lines if len(words) == 2}
+    cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+    return max(int(word) - cached, 0) if word.isdigit() else 0
+
+
 def cpu_limit() -> float | None:
     """The smallest CPU quota, in cores, of this process's group and all groups above it."""
     hierarchy = find("cpu")

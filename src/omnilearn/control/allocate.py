@@ -1,8 +1,9 @@
 """The best split for known step-time curves, exactly.
 
 Minimises ``max over active k of (α_k + β_k·b_k) + C(number of active workers)`` over whole-number batches within
-the problem's bounds, with any worker allowed to be parked where the problem says so. Assumes that reducing over
-more workers never costs less (C does not fall). Pure: same input, same plan, on every rank.
+the problem's bounds, with any worker allowed to be parked where the problem says so. Where a batch takes several
+passes (the problem's ``micro``), α_k counts once for each. Assumes that reducing over more workers never costs less (C
+does not fall). Pure: same input, same plan, on every rank.
 
 How: for a time T, worker k can compute ``cap_k(T)`` samples. The fewest workers that hold the global batch within T
 are those with the largest caps, so ``n(T)``, which never grows with T, costs one sort. ``T + C(n(T))`` is then
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from omnilearn.control.curves import passes
 from omnilearn.control.problem import Floats, Ints, Problem
 from omnilearn.errors import InfeasibleError
 
@@ -25,6 +27,8 @@ Mask = npt.NDArray[np.bool_]
 EXACT_WORKERS = 256
 """Up to so many workers the optimum is exact; with more, and a reduction cost, within PRECISION of it."""
 PRECISION = 1e-3
+WHOLE = 1e-9
+"""What is this near to a whole number of passes is one: a multiple may make their sizes fractions."""
 FLATTEST = 2.0**-40
 """The least growth per unit that is told apart, as a fraction of the fixed part."""
 
@@ -48,7 +52,8 @@ def allocate(
     # Flatter than FLATTEST, rounding decides and not the curve.
     b = np.maximum(b * problem.multiple_of, np.maximum(a * FLATTEST, 1e-100))
     total = problem.global_batch // problem.multiple_of
-    lines = _Lines(a, b, low.astype(np.float64), high.astype(np.float64), total, not problem.park)
+    micro = None if problem.micro is None else problem.micro / problem.multiple_of
+    lines = _Lines(a, b, low.astype(np.float64), high.astype(np.float64), total, not problem.park, micro)
     batches = np.zeros(problem.workers, dtype=np.int64)
     active, T = _best_set(lines, cost) if problem.park else (np.ones(problem.workers, dtype=bool), None)
     batches[active] = _fill(lines.only(active), T) * problem.multiple_of
@@ -60,11 +65,12 @@ def step_time(
     alpha: npt.ArrayLike,
     beta: npt.ArrayLike,
     reduce_cost: npt.ArrayLike | None = None,
+    micro: Ints | None = None,
 ) -> float:
     """What a step with these batches takes by the curves: the slowest active worker, and the reduction."""
     b = np.asarray(batches)
     active = b > 0
-    times = np.asarray(alpha, dtype=float)[active] + np.asarray(beta, dtype=float)[active] * b[active]
+    times = (np.asarray(alpha, dtype=float) * passes(b, micro) + np.asarray(beta, dtype=float) * b)[active]
     return float(times.max() + (0.0 if reduce_cost is None else np.asarray(reduce_cost)[int(active.sum())]))
 
 
@@ -98,13 +104,43 @@ class _Lines:
     high: Floats
     total: int
     forced: bool
+    micro: Floats | None  # units per pass, not always whole ones
 
     def only(self, active: Mask) -> _Lines:
         """These workers, and all of them."""
-        return _Lines(self.alpha[active], self.beta[active], self.low[active], self.high[active], self.total, True)
+        micro = None if self.micro is None else self.micro[active]
+        low, high = self.low[active], self.high[active]
+        return _Lines(self.alpha[active], self.beta[active], low, high, self.total, True, micro)
+
+    def times(self, units: Floats | Ints) -> Floats:
+        """How long each worker takes for so many units."""
+        if self.micro is None:
+            return self.alpha + self.beta * units
+        return self.alpha * np.maximum(np.ceil(units / self.micro - WHOLE), 1.0) + self.beta * units
+
+    def _units_in_passes(self, T: float) -> Floats:
+        """How many units fit into T where passes are bounded: in as many full ones as fit, or in one more."""
+        assert self.micro is not None
+        full = np.floor(T / (self.alpha + self.beta * self.micro))
+        best = np.zeros_like(full)
+        for count in (full, full + 1):
+            by_time = np.floor((T - np.maximum(count, 1) * self.alpha) / self.beta)
+            best = np.maximum(best, np.minimum(np.floor(count * self.micro + WHOLE), by_time))
+        # The divisions may round across a whole number either way; there the products decide.
+        best += self.times(best + 1) <= T
+        best -= self.times(best) > T
+        return np.asarray(best)
 
     def caps(self, T: float) -> Floats:
         """How many units each worker computes within T."""
+        units = self._units_within(T) if self.micro is None else self._units_in_passes(T)
+        if self.forced:
+            np.maximum(units, self.low, out=units)
+        else:
+            units[units < self.low] = 0
+        return np.minimum(units, self.high, out=units)
+
+    def _units_within(self, T: float) -> Floats:
         exact = (T - self.alpha) / self.beta
         units = np.floor(exact)
         # The division may round across a whole number either way; there the product decides.
@@ -116,19 +152,18 @@ class _Lines:
             close += alpha + beta * (close + 1) <= T
             close -= alpha + beta * close > T
             units[near] = close
-        if self.forced:
-            np.maximum(units, self.low, out=units)
-        else:
-            units[units < self.low] = 0
-        return np.minimum(units, self.high, out=units)
+        return np.asarray(units)
 
     def later(self, caps: Floats) -> Floats:
         """When each worker's cap grows next (infinite: never)."""
         times = caps + 1
         if not self.forced:
             np.maximum(times, self.low, out=times)
-        times *= self.beta
-        times += self.alpha
+        if self.micro is None:
+            times *= self.beta
+            times += self.alpha
+        else:
+            times = self.times(times)
         times[caps >= self.high] = np.inf
         return times
 
@@ -141,7 +176,7 @@ def _fill(lines: _Lines, near: float | None) -> Ints:
     # equals the slower one (values decide, not positions: reordering workers reorders the plan).
     surplus = int(units.sum()) - lines.total
     if surplus:
-        tied = np.flatnonzero((units > lines.low) & (lines.alpha + lines.beta * units >= T))
+        tied = np.flatnonzero((units > lines.low) & (lines.times(units) >= T))
         order = np.lexsort((lines.high[tied], -lines.low[tied], -lines.alpha[tied], -lines.beta[tied], -units[tied]))
         units[tied[order[:surplus]]] -= 1
     return units
@@ -184,7 +219,7 @@ def _fits(lines: _Lines, T: float) -> bool:
 
 def _bracket(lines: _Lines, near: float | None) -> tuple[float, float]:
     """A time that is too early and one that is not, close together."""
-    least = float(np.min(lines.alpha + lines.beta * lines.low))
+    least = float(np.min(lines.times(lines.low)))
     if near is None:  # the split in real numbers, by Newton's method: what is held grows convexly with time
         near = (lines.total + float((lines.alpha / lines.beta).sum())) / float((1 / lines.beta).sum())
         for _ in range(3):
@@ -200,7 +235,7 @@ def _bracket(lines: _Lines, near: float | None) -> tuple[float, float]:
                 return above - step, above
             above, step = above - step, step * 8
         return 0.0, above
-    end = float(np.max(lines.alpha + lines.beta * lines.high))
+    end = float(np.max(lines.times(lines.high)))
     while above < end:
         below, above, step = above, min(above + step, end), step * 8
         if _fits(lines, above):
@@ -270,7 +305,7 @@ def _choose(lines: _Lines, caps: Floats) -> Mask:
 def _by_value(lines: _Lines, workers: Ints, caps: Floats) -> Ints:
     """An order of workers that depends on what they are and not on where they stand: who is done first with its cap."""
     alpha, beta = lines.alpha[workers], lines.beta[workers]
-    done = alpha + beta * caps[workers]
+    done = lines.times(caps)[workers]
     return np.lexsort((-lines.high[workers], lines.low[workers], alpha, beta, done))
 
 

@@ -1,5 +1,8 @@
 """How long does each worker need? A line per worker, ``t(b) = α + β·b``, fitted while training runs.
 
+A worker whose memory holds no more than ``micro`` samples makes several passes, and α is the fixed part of each:
+``t(b) = α·⌈b/micro⌉ + β·b``.
+
 Recursive least squares on relative errors, all workers at once. Old data fade (FORGET); what is never excited again
 keeps its estimate and only loses certainty, down to a floor (stabilised forgetting). A measurement far outside what
 the line and its uncertainty allow is set aside as an outlier; a second one like it in a row is a real change of
@@ -34,6 +37,15 @@ FLAT = 1e-3
 """β·b is at least this fraction of the step time: a line never falls and is never quite flat."""
 
 
+def passes(batches: Floats, micro: Ints | None) -> Floats | float:
+    """How many times the fixed part has to be paid.
+
+    >>> passes(np.array([8.0, 9.0, 0.0]), np.array([4, 4, 4])).tolist()
+    [2.0, 3.0, 1.0]
+    """
+    return 1.0 if micro is None else np.maximum(np.ceil(batches / micro), 1.0)
+
+
 @dataclass(frozen=True)
 class Curves:
     """One fitted line per worker. Arrays, never changed in place; ``observe`` returns new curves."""
@@ -44,6 +56,7 @@ class Curves:
     noise: Floats  # relative standard deviation of one measurement
     suspect: Floats  # last measurement over its prediction if it was an outlier, else 1
     seen: Ints  # measurements taken in; 0: the line is a guess from the worker's nominal speed
+    micro: Ints | None = None  # the problem's
 
     @staticmethod
     def guess(speeds: npt.ArrayLike) -> Curves:
@@ -61,7 +74,8 @@ class Curves:
 
     def times(self, batches: npt.ArrayLike) -> Floats:
         """Predicted seconds for these batches (for a batch of 0, the fixed part)."""
-        return self.alpha + self.beta * np.asarray(batches, dtype=np.float64)
+        b = np.asarray(batches, dtype=np.float64)
+        return self.alpha * passes(b, self.micro) + self.beta * b
 
     def alpha_uncertainty(self, batches: npt.ArrayLike) -> Floats:
         """Standard deviation of α as a fraction of the step time at these batches (infinite: never measured)."""
@@ -99,8 +113,9 @@ class Curves:
         # A first measurement sets the line: through it, and proportional to b.
         alpha = np.where(first, 0.0, self.alpha)
         beta = np.where(first, t / np.maximum(b, 1), self.beta)
-        predicted = alpha + beta * b
-        one, x = 1 / predicted, b / predicted  # the regressors, on the scale of relative errors
+        fixed = passes(b, self.micro)
+        predicted = alpha * fixed + beta * b
+        one, x = fixed / predicted, b / predicted  # the regressors, on the scale of relative errors
         error = t / predicted - 1
 
         floor = PRIOR * one * one
@@ -135,7 +150,7 @@ class Curves:
         # A confirmed change of speed: the line scaled to the two measurements, and as uncertain as after the first.
         shift = np.where(changed, np.sqrt(ratio * self.suspect), 1.0)
         now = predicted * shift
-        fresh = np.stack([(1 + PRIOR) / now**2, b / now**2, b * b / now**2])
+        fresh = np.stack([(1 + PRIOR) * fixed * fixed / now**2, fixed * b / now**2, b * b / now**2])
         info = np.where(changed, fresh, np.stack([aa, ab, bb]))
         calm = np.minimum(np.abs(error) / np.sqrt(1 + spread), GATE_FLOOR)
         noise = np.where(inlier & ~first, 0.9 * self.noise + 0.1 * 1.25 * calm, self.noise)
@@ -146,10 +161,11 @@ class Curves:
             noise=np.maximum(noise, NOISE_FLOOR),
             suspect=np.where(outlier & ~changed, ratio, np.where(measured, 1.0, self.suspect)),
             seen=self.seen + inlier + changed,
+            micro=self.micro,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name).tolist() for f in fields(self)}
+        return {f.name: getattr(self, f.name).tolist() for f in fields(self) if f.name != "micro"}
 
     @staticmethod
     def from_state(state: dict[str, Sequence[float]]) -> Curves:

@@ -113,7 +113,7 @@ class Optimal:
 
     def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
         assert isinstance(state, OptimalState)
-        state = _absorb(state, report)
+        state = _absorb(replace(state, curves=replace(state.curves, micro=problem.micro)), report)
         if np.any(state.curves.seen[np.asarray(state.plan.batches) > 0] == 0):
             return replace(state, interval=2)
         state = replace(state, curves=_nominal(problem, state))
@@ -332,7 +332,7 @@ def _active(batches: Ints) -> Workers:
 
 
 def _time(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> float:
-    return step_time(batches, curves.alpha, curves.beta, cost)
+    return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
 
 
 def _restricted(problem: Problem, workers: Workers) -> Problem:
@@ -345,6 +345,7 @@ def _restricted(problem: Problem, workers: Workers) -> Problem:
         problem.maximum[k],
         problem.multiple_of,
         park=False,
+        micro=None if problem.micro is None else problem.micro[k],
     )
 
 

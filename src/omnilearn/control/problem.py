@@ -6,7 +6,7 @@ Checked once, when it is made: everything below may assume that a solution exist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,7 +26,8 @@ class Problem:
     """The constraints of a split of ``global_batch`` over workers.
 
     ``minimum`` and ``maximum`` hold for active workers; a parked worker has batch 0. ``speeds`` are relative
-    throughputs known before anything was measured (core counts, FLOP/s).
+    throughputs known before anything was measured (core counts, FLOP/s). ``micro``: a batch above it is computed in
+    several passes, each of which has the fixed cost of one (None: nobody's is).
 
     >>> Problem.of(64, speeds=[6, 6, 4, 32]).workers
     4
@@ -38,6 +39,7 @@ class Problem:
     maximum: Ints
     multiple_of: int = 1
     park: bool = True
+    micro: Ints | None = None
 
     @staticmethod
     def of(
@@ -49,6 +51,7 @@ class Problem:
         maximum: int | Sequence[int] | None = None,
         multiple_of: int = 1,
         park: bool = True,
+        micro: int | Sequence[int] | None = None,
     ) -> Problem:
         """Build a problem from plain values; numbers stand for all workers alike."""
         count = workers if workers is not None else len(speeds) if speeds is not None else 0
@@ -74,6 +77,7 @@ class Problem:
             maximum=per_worker("maximum", UNBOUNDED if maximum is None else maximum),
             multiple_of=int(multiple_of),
             park=park,
+            micro=None if micro is None else per_worker("micro", micro),
         )
 
     def __post_init__(self) -> None:
@@ -90,6 +94,8 @@ class Problem:
             raise InfeasibleError(f"speeds must be one positive number per worker, got {_brief(self.speeds)}")
         if np.any(self.minimum < 1):
             raise InfeasibleError(f"minimum batches must be at least 1, got {_brief(self.minimum)}")
+        if self.micro is not None and (self.micro.shape != (n,) or np.any(self.micro < 1)):
+            raise InfeasibleError(f"micro-batches must be one of at least 1 per worker, got {_brief(self.micro)}")
         low, high = self.units
         if np.any(low > self.maximum // m):
             k = int(np.argmax(low > self.maximum // m))
@@ -126,6 +132,12 @@ class Problem:
         m = self.multiple_of
         low = -(-self.minimum // m)
         return low, np.maximum(np.minimum(self.maximum, self.global_batch) // m, low)
+
+    def holding(self, micro: npt.ArrayLike) -> Problem:
+        """The same problem, each worker computing at most so many samples at a time (0, or the batch: no matter)."""
+        held = np.asarray(micro, dtype=np.int64)
+        held = np.where((held > 0) & (held < self.global_batch), held, UNBOUNDED)
+        return replace(self, micro=None if np.all(held == UNBOUNDED) else held)
 
     def check(self, batches: Ints) -> None:
         """Raise if ``batches`` is not a valid split of this problem."""

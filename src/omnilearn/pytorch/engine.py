@@ -8,12 +8,13 @@ backward pass; where the weights' sum is not known beforehand it is reduced alon
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,14 @@ from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
+from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
-from omnilearn.pytorch.model import OmniModel, fingerprint, gate
+from omnilearn.pytorch.memory import Memory, OutOfMemoryError
+from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
 from omnilearn.pytorch.planner import Planner, Stop
+from omnilearn.pytorch.shortage import Shortage
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -61,7 +65,16 @@ class SyncEngine:
         self.module, self.optimizer, self.others = module, optimizer, others
         self.clock = Clock(world.device)
         self.events = events or EventLog(None, world.rank)
-        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events)
+        self.memory = Memory(
+            world.device,
+            most=None if problem.micro is None else int(problem.micro[self.rank]),
+            minimum=smallest_batch(module),
+            fixed=world.size > 1 and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        )
+        domain = self.memory.domain
+        self.memory.sharers = world.gather(domain).count(domain)
+        self.shortage = Shortage(self.rank, self.memory, self.events)
+        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events, self.memory)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
@@ -70,13 +83,16 @@ class SyncEngine:
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
+        self._broken_off: Piece | None = None  # the one at which a loop was left early
+        world.explain = self._explain
         self.loader: TrainLoader | None = None  # the training loop under way
         self.step = 0  # steps done before the loop under way, over all loaders
         self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
         self._backwards = 0  # of the current micro-batch
         self._complete = False  # the gradient of the whole step is there
-        self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
+        self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
+        self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
@@ -92,7 +108,7 @@ class SyncEngine:
         if self.loader is not None:
             raise UsageError("one training loop at a time: finish or break the loop under way first")
         self.settle()
-        self.loader = loader
+        self.loader, loader.cut = loader, self.memory.cut
         self.clock.restart()
         if loader.sampler.step != self.step:  # another loader was in use meanwhile
             loader.sampler.load_state_dict(loader.sampler.state_dict() | {"step": self.step})
@@ -136,17 +152,20 @@ class SyncEngine:
     def hand_out(self, loader: TrainLoader, piece: Piece) -> None:
         self.piece, self._backwards = piece, 0
         if piece.first:
-            self._complete, self._weight, self._own_weights = False, 0.0, False
-        if self.membership.wrapped is not None:
-            # What DDP's no_sync() does; it has to be in force during the forward pass already.
-            self.membership.wrapped.require_backward_grad_sync = piece.last
+            self._complete, self.weight, self._own_weights = False, 0.0, False
+            if not piece.last:
+                self.shortage.cut(piece)
+        self.reduce_with_next(piece.last)
+        if self.shortage.step_cuts is None:  # omni.step does it for each part
+            self.memory.begin(piece.samples)
         self.model.used()
 
     def take_back(self, loader: TrainLoader, piece: Piece) -> None:
         if not self._backwards:
             raise UsageError(
                 f"omni.backward(loss) was not called for the last batch (step {piece.share.step}): every batch needs "
-                f"it exactly once, or the other workers wait for this one's gradient"
+                f"it exactly once, or the other workers wait for this one's gradient (omni.step survives running "
+                f"out of memory)"
             )
         if piece.last:
             self.planner.record(piece.share.sizes, took_part=True)
@@ -170,12 +189,14 @@ class SyncEngine:
         if self.piece is not None and self._complete:
             self.planner.record(self.piece.share.sizes, took_part=True)
             loader.sampler.consumed(self.piece.share)
+        self.memory.abandon()
+        self._broken_off = self.piece
         self._end_loop()
         self._left = loader
 
     def settle(self) -> None:
         """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
-        loader, self._left = self._left, None
+        loader, self._left, self._broken_off = self._left, None, None
         if loader is None:
             return
         self._check_late()
@@ -196,6 +217,14 @@ class SyncEngine:
         return self.piece is not None and not self.piece.last
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        piece = self.begin_backward()
+        self.differentiate(loss, weight, piece.samples, piece.last)
+        self.memory.end()
+        if piece.last:
+            self.conclude()
+
+    def begin_backward(self) -> Piece:
+        """The micro-batch under way, whose gradient is now computed."""
         piece = self.piece
         if piece is None:
             raise UsageError("backward() belongs inside the loop over omni.loader(…): there is no batch under way")
@@ -204,6 +233,22 @@ class SyncEngine:
                 f"backward() was called twice for one batch (step {piece.share.step}): add the losses up and call it "
                 f"once; for gradient accumulation use OmniLearn(micro_batch=…)"
             )
+        self._backwards += 1
+        return piece
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether the step's last backward pass reduces while it computes: an error in it reaches the others."""
+        return self.membership.wrapped is not None
+
+    def reduce_with_next(self, reduce: bool) -> None:
+        """What DDP's no_sync() does; it has to be in force during the forward pass already."""
+        if self.membership.wrapped is not None:
+            self.membership.wrapped.require_backward_grad_sync = reduce
+
+    def differentiate(self, loss: torch.Tensor, weight: float | torch.Tensor | None, samples: int, last: bool) -> float:
+        """One backward pass, of the step's last micro-batch or another. Returns the weight that it counts with."""
+        assert self.piece is not None
         if loss.dim() and loss.numel() != 1:
             raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
         if not loss.requires_grad:
@@ -212,67 +257,64 @@ class SyncEngine:
             raise UsageError(
                 "the loss was not computed with the model that prepare() returned: use that one in the loop"
             )
-        self._backwards += 1
         self._loss = loss.detach()
-        if piece.first:
+        if not self.weight:
             self._own_weights = weight is not None
         elif self._own_weights != (weight is not None):
             raise UsageError("backward() must get a weight for all micro-batches of a step or for none")
-        share, n = piece.share, self.membership.count
-        samples = piece.samples if weight is None else float(weight)
-        self._weight += samples
-        factor = samples * n / share.total
+        counts = samples if weight is None else float(weight)
+        factor = counts * self.membership.count / self.piece.share.total
         scaled = loss if factor == 1 else loss * factor
-        if not piece.last:
+        if last:
+            self._reduced = self._reduce_weight(counts) if self._own_weights and self.overlapping else None
+            self.clock.watch(scaled)
+        with self.world.naming_the_culprit("reducing gradients") if last else contextlib.nullcontext():
             scaled.backward()
-            return
-        total = self._reduced_weight() if self._own_weights else None
-        self.clock.watch(scaled)
+        self.weight += counts
+        return counts
+
+    def conclude(self) -> None:
+        """After the step's last backward pass: what DistributedDataParallel has not reduced, and the user's weights."""
+        assert self.piece is not None
         with self.world.naming_the_culprit("reducing gradients"):
-            scaled.backward()
             if self.membership.find_unused is None:
                 self._reduce_first()
-            if total is not None:
-                self._divide(total, share.total)
+            if self._own_weights:
+                reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
         self.clock.reduced()
         self._complete = True
 
-    def _reduced_weight(self) -> tuple[torch.Tensor, Any]:
+    def _reduce_weight(self, more: float = 0.0) -> tuple[torch.Tensor, Any]:
         """The sum of all workers' weights, on its way while gradients are computed."""
-        total = torch.tensor(self._weight, dtype=torch.float64, device=self.world.device)
+        total = torch.tensor(self.weight + more, dtype=torch.float64, device=self.world.device)
         group = self.membership.group
         return total, dist.all_reduce(total, group=group, async_op=True) if group is not None else None
 
-    def _divide(self, reduction: tuple[torch.Tensor, Any], assumed: int) -> None:
-        total, work = reduction
-        if work is not None:
-            work.wait()
-        factor = assumed / total
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            by_type.setdefault(gradient.dtype, []).append(gradient)
-        for kind, same in by_type.items():
-            torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
-
-    def _reduce_first(self) -> None:
+    def _reduce_first(self, failure: str | None = None) -> None:
         """The first step's gradients, reduced by hand: it shows which parameters have none, on any worker.
 
-        DistributedDataParallel must know beforehand whether to look for such parameters in every step.
+        DistributedDataParallel must know beforehand whether to look for such parameters in every step. Here all hear of
+        a ``failure``, too.
         """
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        used = [p.grad is not None for p in parameters]
-        everywhere = (
-            self.world.gather(used, self.membership.talk(self.membership.active)) if self.membership.group else [used]
-        )
-        self.membership.find_unused = not all(all(theirs) for theirs in everywhere)
-        if self.membership.group is not None:
-            for p, *anywhere in zip(parameters, *everywhere, strict=True):
-                if any(anywhere):
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    dist.all_reduce(p.grad, group=self.membership.group)
-                    p.grad /= self.membership.count
-            self.membership.wrap()
+        members = self.membership
+        used = [p.grad is not None for p in self.module.parameters() if p.requires_grad]
+        everywhere = self.world.gather((used, failure), members.talk(members.active)) if members.group else []
+        for message in [failure, *(theirs for _, theirs in everywhere)]:
+            if message is not None:
+                raise OutOfMemoryError(message)
+        members.find_unused = not all(all(theirs) for theirs, _ in everywhere or [(used, None)])
+        if members.group is not None:
+            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group)
+            members.wrap()
+
+    def give_up(self, error: OutOfMemoryError) -> NoReturn:
+        """Memory does not suffice on this worker: the end, for all. In the first step all raise the same error."""
+        if self.membership.find_unused is None:
+            self._reduce_first(str(error))
+        raise error
+
+    def _explain(self, error: BaseException) -> str:
+        return self.shortage.advice(self.piece or self._broken_off, error)
 
     # The optimizer's gate
 
@@ -293,9 +335,9 @@ class SyncEngine:
         if not gradients or self.piece is None:
             return True
         step = self.piece.share.step
-        if not gradients[0].is_cuda and bool(_norms(gradients, 2).sum().isfinite()):
+        if not gradients[0].is_cuda and bool(reduction.norms(gradients, 2).sum().isfinite()):
             return True  # much the quickest on a CPU; squares may overflow where the gradient does not
-        finite = _norms(gradients, float("inf")).isfinite().all()
+        finite = reduction.norms(gradients, float("inf")).isfinite().all()
         if not finite.is_cuda or self.nonfinite == "skip":
             return bool(finite) or self._not_finite(step, self._loss)
         # Read some steps later, when it is long there: the host does not wait. The same number of steps on all ranks.
@@ -380,12 +422,6 @@ class SyncEngine:
         self.share_buffers()
         if self.membership.parked:
             self.membership.hand_over(self.membership.active[0], self.membership.parked)
-
-
-def _norms(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
-    norms = torch._foreach_norm(gradients, order)
-    alike = all(norm.dtype == norms[0].dtype for norm in norms)
-    return torch.stack(norms if alike else [norm.to(torch.float64) for norm in norms])
 
 
 class _Progress:

@@ -11,7 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from omnilearn.data import Sampler, Share
 from omnilearn.data.cut import Cut
 from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.pytorch import micro
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class TrainLoader:
         self, engine: Engine, sampler: Sampler, micro_batch: int | None, device: torch.device, **options: Any
     ) -> None:
         self._engine, self.sampler, self._device = engine, sampler, device
-        self.micro_batch = micro_batch
+        self.cut: Callable[[int], list[int]] = partial(
+            _bounded, micro_batch
+        )  # a share's micro-batches; the engine may know better
         self._pieces: deque[Piece] = deque()
         self._fresh = True  # nothing of the current epoch was handed out yet, or it was restored
         self._generator: torch.Generator | None = None
@@ -90,11 +94,8 @@ class TrainLoader:
         """Index lists for the DataLoader, which asks for them ahead of time."""
         for share in self.sampler.shares(self._engine.rank):
             indices = share.indices.tolist()
-            size = min(self.micro_batch or len(indices), len(indices)) or 1
-            starts = range(0, max(len(indices), 1), size)
-            for start in starts:
-                part = indices[start : start + size]
-                self._pieces.append(Piece(share, len(part), start == 0, start == starts[-1]))
+            for part, first, last in _parts(indices, self.cut):
+                self._pieces.append(Piece(share, len(part), first, last))
                 yield part
 
     def __iter__(self) -> Iterator[Any]:
@@ -134,6 +135,17 @@ class TrainLoader:
         if self._engine.end_epoch(self):
             self.sampler.next_epoch()
             self._fresh = True
+
+
+def _bounded(micro_batch: int | None, samples: int) -> list[int]:
+    return micro.sizes(samples, micro_batch or samples)
+
+
+def _parts(samples: list[Any], cut: Callable[[int], list[int]]) -> Iterator[tuple[list[Any], bool, bool]]:
+    """A share's micro-batches, and whether each is the first and the last. No samples make one without any."""
+    ends = list(accumulate(cut(len(samples)) if samples else [0]))
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield samples[start:end], start == 0, end == ends[-1]
 
 
 def _mixed(*numbers: int) -> int:
@@ -217,7 +229,7 @@ class StreamLoader(TrainLoader):
             options.pop("dataset"), batch_size=None, collate_fn=_as_is, **options
         )
         # The sampler only keeps the position and the plans; the stream has no known size.
-        self._engine, self._device, self.micro_batch = engine, device, micro_batch
+        self._engine, self._device, self.cut = engine, device, partial(_bounded, micro_batch)
         self.sampler = Sampler(2**62, batches, minimum=minimum, shuffle=False)
         self._pieces, self._fresh = deque(), True
         self.prefetch = self.horizon = 0
@@ -254,11 +266,8 @@ class StreamLoader(TrainLoader):
             start = sum(sizes[:rank])
             mine = taken[start : start + sizes[rank]]
             share = Share(step, self.sampler.epoch, offset, tuple(sizes), np.empty(0, dtype=np.int64))
-            size = min(self.micro_batch or len(mine), len(mine)) or 1
-            starts = range(0, max(len(mine), 1), size)
-            for first in starts:
-                part = mine[first : first + size]
-                self._pieces.append(Piece(share, len(part), first == 0, first == starts[-1]))
+            for part, first, last in _parts(mine, self.cut):
+                self._pieces.append(Piece(share, len(part), first, last))
                 yield self._collate(part) if part else None
             step, offset = step + 1, share.end
 

@@ -23,7 +23,7 @@ from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Sampler
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch import attempt, checkpoint
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
 from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
@@ -54,7 +54,8 @@ class OmniLearn:
     ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
-    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
+    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation). What memory
+    does not hold is so without it: the bound is learned (docs/memory.md).
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
     ``log_dir``: where events go (docs/events.md); by default where ``omnilearn run`` says, else nowhere.
     ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
@@ -187,6 +188,7 @@ class OmniLearn:
                 maximum=self._max_batch,
                 multiple_of=self._multiple_of,
                 park=self._park,
+                micro=self._micro_batch,
             )
         self._engine = SyncEngine(
             self._world,
@@ -215,6 +217,11 @@ class OmniLearn:
                     f"and load_state_dict, as schedulers and GradScalers do"
                 )
             checkpoint.check_plain(f"the state of {type(other).__name__}", other.state_dict())
+        if self._micro_batch and self.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+            raise InfeasibleError(
+                f"micro_batch={self._micro_batch} with SyncBatchNorm: shares differ, and so would the number of passes "
+                f"that all workers have to make together: use max_batch, or BatchNorm"
+            )
         known = {id(p) for p in model.parameters()}
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strangers:
@@ -296,15 +303,23 @@ class OmniLearn:
         self._prepared("backward()").backward(loss, weight)
 
     def step(
-        self, compute_loss: Callable[[Any], torch.Tensor], batch: Any, *, weight: float | None = None
+        self,
+        compute_loss: Callable[[Any], torch.Tensor],
+        batch: Any,
+        *,
+        weight: float | Callable[[Any], float] | None = None,
     ) -> torch.Tensor:
-        """Forward, backward, reduction, optimizer step and zeroing in one. Returns this worker's loss, detached."""
+        """Forward, backward, reduction, optimizer step and zeroing in one. Returns this worker's loss, detached.
+
+        Running out of memory is survived: the same samples are computed again in smaller parts of ``batch``, which
+        ``compute_loss`` gets instead, to the same gradient. ``weight`` is as in ``backward``; give it as a function of
+        a (part of a) batch, so that a batch can be cut.
+        """
         engine = self._prepared("step()")
-        loss = compute_loss(batch)
-        engine.backward(loss, weight)
+        loss = attempt.compute(engine, compute_loss, batch, weight)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         """torch's clip_grad_norm_ on the whole step's gradient; does nothing while micro-batches are outstanding.

@@ -8,6 +8,7 @@ rank, so that nothing already fetched is thrown away. Decides nothing itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.data import Sampler
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.memory import Memory
 from omnilearn.pytorch.world import World
+
+log = logging.getLogger("omnilearn")
 
 PULSE_EVERY = 5.0
 """Seconds between two looks at a parked worker's own speed; each costs less than a tenth of a second."""
@@ -30,7 +34,7 @@ PULSE_CHANGE = 1.4
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
 WARM_UP = 1
 """First steps whose timings are left out: allocations, autotuning, the first bucket order."""
-HEADER = 3
+HEADER = 5
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -69,7 +73,9 @@ class Planner:
         problem: Problem,
         notify: Callable[[Plan, int], None],
         events: EventLog | None = None,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory or Memory(world.device)
         self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
@@ -147,6 +153,8 @@ class Planner:
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
         sent = torch.zeros(HEADER + 2 * (expected + self._hold_back), dtype=torch.float64)
+        sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
+        self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         for i, (_, took_part) in enumerate(rows[: (len(sent) - HEADER) // 2]):
@@ -172,6 +180,7 @@ class Planner:
         with self._world.naming_the_culprit("exchanging timings"):
             exchange.work.wait(self._world.timeout)
         table = torch.stack(exchange.answers).numpy()
+        self._hear_of_memory(table[:, 3], table[:, 4])
         leaver = table[table[:, 0].argmax()]
         if leaver[0] >= 0:
             stop = Stop(int(leaver[0]), int(leaver[1]))
@@ -190,6 +199,14 @@ class Planner:
                 self._log_plan(exchange.due + horizon)
         self._next = exchange.begun + max(self.state.interval, 1)
         return None
+
+    def _hear_of_memory(self, micro: Any, failed: Any) -> None:
+        """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""
+        self.problem = self.problem.holding(micro)
+        for rank in np.flatnonzero(failed):
+            if rank != self._world.rank:
+                log.warning("rank %d ran out of memory with %d samples: it computes %d at a time from now on",
+                            rank, failed[rank], micro[rank])  # fmt: skip
 
     # What goes into the events
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,8 @@ import torch.distributed as dist
 import omnilearn
 from omnilearn.cluster import resources
 from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure, UsageError
+
+log = logging.getLogger("omnilearn")
 
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
@@ -37,6 +40,7 @@ class World:
         self.timeout = timeout
         self.control: Any = None
         self.failed = False  # this process ends with an error
+        self.explain: Callable[[BaseException], str] = lambda error: ""  # what to do about it; the engine knows
         self._owned = False
         if self.size > 1:
             self._join()
@@ -45,8 +49,7 @@ class World:
         self.resources = self._survey()
         self.backend = self._backend()
         self._previous_hook = sys.excepthook
-        if self.size > 1:
-            sys.excepthook = self._on_uncaught
+        sys.excepthook = self._on_uncaught
 
     def _join(self) -> None:
         if not dist.is_initialized():
@@ -132,9 +135,13 @@ class World:
     def report_failure(self, error: BaseException) -> None:
         """Leave a note for the peers. The first failure is the one they will name."""
         self.failed = True
+        advice = self.explain(error)
+        if advice:
+            log.error("%s", advice)
         if self.control is None or isinstance(error, PeerFailure):
             return
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        text = f"{text}\n{advice}" if advice else text
         with contextlib.suppress(Exception):
             self._store.compare_set("failure", "", json.dumps({"rank": self.rank, "error": text}))
 
