@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import struct
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.finite import Finite
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError
@@ -35,9 +35,6 @@ from omnilearn.pytorch.shortage import Shortage
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
-
-LATE = 4
-"""Steps after which a check on the GPU is read."""
 
 
 class NonFiniteError(OmniLearnError, ArithmeticError):
@@ -93,7 +90,7 @@ class SyncEngine:
         self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
-        self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
+        self._check = Finite(module, every_time=nonfinite == "skip")
         self._progress = _Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
@@ -330,32 +327,15 @@ class SyncEngine:
             self.loader.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
 
     def _finite(self) -> bool:
-        """Whether the reduced gradient is finite: the same on all ranks, so is what follows."""
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not gradients or self.piece is None:
+        """Whether the step may be done, as far as its gradient is concerned: the same on all ranks."""
+        if self.piece is None:
             return True
-        step = self.piece.share.step
-        if not gradients[0].is_cuda and bool(reduction.norms(gradients, 2).sum().isfinite()):
-            return True  # much the quickest on a CPU; squares may overflow where the gradient does not
-        finite = reduction.norms(gradients, float("inf")).isfinite().all()
-        if not finite.is_cuda or self.nonfinite == "skip":
-            return bool(finite) or self._not_finite(step, self._loss)
-        # Read some steps later, when it is long there: the host does not wait. The same number of steps on all ranks.
-        checked = torch.empty((), dtype=torch.bool, pin_memory=True)
-        checked.copy_(finite, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late.append((step, checked, event, self._loss))
-        self._check_late(keep=LATE)
-        return True
+        bad = self._check.check(self.piece.share.step, self._loss)
+        return bad is None or self._not_finite(*bad)
 
-    def _check_late(self, keep: int = 0) -> None:
-        while len(self._late) > keep:
-            step, finite, event, loss = self._late.popleft()
-            event.synchronize()
-            if not finite:
-                self._late.clear()
-                self._not_finite(step, loss)
+    def _check_late(self) -> None:
+        if (bad := self._check.outstanding()) is not None:
+            self._not_finite(*bad)
 
     def _not_finite(self, step: int, loss: torch.Tensor) -> bool:
         """Raise, or say that the step is left out: False."""
