@@ -82,12 +82,15 @@ def test_a_step_lasts_until_its_last_worker() -> None:
 
 
 def test_steps_to() -> None:
-    assert steps_to([1, 1, 1], 1.0) == 0
-    assert steps_to([5, 5, 5, 1, 1, 1], 1.0) == 3
-    assert steps_to([5, 5, 1, 1, 5, 5, 1, 1, 1], 1.0) == 6  # it did not stay
-    assert steps_to([5, 1, 1, 5, 1, 1, 1], 1.0) == 1  # one slow step is nothing
-    assert steps_to([5, 5, 5, 5], 1.0) is None
-    assert steps_to([1, 1], 1.0) is None
+    for stay in (False, True):
+        assert steps_to([1, 1, 1], 1.0, stay=stay) == 0
+        assert steps_to([5, 5, 5, 1, 1, 1], 1.0, stay=stay) == 3
+        assert steps_to([5, 1, 1, 5, 1, 1, 1], 1.0, stay=stay) == 1  # one slow step is nothing
+        assert steps_to([5, 5, 5, 5], 1.0, stay=stay) is None
+        assert steps_to([1, 1], 1.0, stay=stay) is None
+    assert steps_to([5, 5, 1, 1, 5, 5, 1, 1, 1], 1.0) == 2
+    assert steps_to([5, 5, 1, 1, 5, 5, 1, 1, 1], 1.0, stay=True) == 6
+    assert steps_to([1, 1, 1, 5, 5, 5], 1.0, stay=True) is None
 
 
 def test_a_level_is_as_good_as_its_worst_workload() -> None:

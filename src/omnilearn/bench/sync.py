@@ -220,10 +220,11 @@ class Contest:
                 continue
             ratio = self._ratio("optimal", other)
             found[key], found[f"{key}_spread"] = ratio["median"], [ratio["lower"], ratio["upper"]]
-        reached = [steps_to(trace.seconds, self._median(best)) for trace in self.starts]
-        found["steps_to_90"] = (
-            None if None in reached or not reached else float(np.median([s for s in reached if s is not None]))
-        )
+        for key, stay in (("steps_to_90", False), ("steps_to_stay_at_90", True)):
+            reached = [steps_to(trace.seconds, self._median(best), stay=stay) for trace in self.starts]
+            found[key] = (
+                None if None in reached or not reached else float(np.median([s for s in reached if s is not None]))
+            )
         found["oracle"], found["best_subset"] = self.splits[best], self.splits[subset] if subset else None
         found["oracle_ms"] = 1e3 * self._median(best)
         found["others"] = {
@@ -282,19 +283,17 @@ def waiting(trace: Trace) -> float | None:
     return float(wait / (busy + wait)) if busy else None
 
 
-def steps_to(seconds: Sequence[float] | Floats, best: float, near: float = NEAR) -> int | None:
-    """The first step from which the speed (median of three) stays at ``near`` of the best; None: not reached.
+def steps_to(seconds: Sequence[float] | Floats, best: float, near: float = NEAR, *, stay: bool = False) -> int | None:
+    """The steps after which the speed (median of three) is ``near`` of the best, or ``stay``s there; None: never.
 
-    >>> steps_to([4, 4, 1, 1, 9, 1, 1], 1.0)
-    2
+    >>> steps_to([4, 4, 1, 1, 9, 9, 1, 1], 1.0), steps_to([4, 4, 1, 1, 9, 9, 1, 1], 1.0, stay=True)
+    (2, 6)
     """
     speeds = best / np.maximum(np.asarray(seconds, dtype=float), 1e-9)
     if len(speeds) < 3:
         return None
-    smooth = np.median(np.lib.stride_tricks.sliding_window_view(speeds, 3), axis=1)
-    bad = np.flatnonzero(smooth < near)
-    first = int(bad[-1]) + 1 if len(bad) else 0
-    # The first median that is good may begin with one more slow step.
-    while first < len(speeds) and speeds[first] < near:
-        first += 1
-    return first if first < len(smooth) else None
+    good = np.median(np.lib.stride_tricks.sliding_window_view(speeds, 3), axis=1) >= near
+    if not (good[-1] if stay else good.any()):
+        return None
+    first = len(good) - int(np.argmin(good[::-1])) if stay and not good.all() else int(np.argmax(good))
+    return first + int(np.argmax(speeds[first:] >= near))  # a good median may begin with one more slow step
