@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,7 @@ class SyncEngine:
         self._own_weights = False
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
+        self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
@@ -103,9 +105,12 @@ class SyncEngine:
 
     def begin_step(self, loader: TrainLoader) -> bool:
         idle = bool(self.membership.active) and not self.membership.takes_part
-        return self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
+        goes_on = self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
+        self._data, self._asked = 0.0, time.perf_counter()
+        return goes_on
 
     def enter(self, loader: TrainLoader, share: Share) -> bool:
+        self._data = time.perf_counter() - self._asked
         active = tuple(k for k, size in enumerate(share.sizes) if size)
         if active == self.membership.active:
             return True
@@ -137,6 +142,8 @@ class SyncEngine:
         self.piece, self._backwards = piece, 0
         if piece.first:
             self._complete, self._weight, self._own_weights = False, 0.0, False
+        else:
+            self._data += time.perf_counter() - self._asked
         if self.membership.wrapped is not None:
             # What DDP's no_sync() does; it has to be in force during the forward pass already.
             self.membership.wrapped.require_backward_grad_sync = piece.last
@@ -149,10 +156,10 @@ class SyncEngine:
                 f"it exactly once, or the other workers wait for this one's gradient"
             )
         if piece.last:
-            self.planner.record(piece.share.sizes, took_part=True)
+            self.planner.record(piece.share.sizes, True, self._data, self._loss)
             loader.sampler.consumed(piece.share)
             self._progress.write(piece.share.step + 1)
-        self.piece = None
+        self.piece, self._asked = None, time.perf_counter()
 
     def end_epoch(self, loader: TrainLoader) -> bool:
         if not self._all_here(loader):
@@ -168,7 +175,7 @@ class SyncEngine:
         The two look the same from here, so nothing is said to the others yet.
         """
         if self.piece is not None and self._complete:
-            self.planner.record(self.piece.share.sizes, took_part=True)
+            self.planner.record(self.piece.share.sizes, True, self._data, self._loss)
             loader.sampler.consumed(self.piece.share)
         self._end_loop()
         self._left = loader
@@ -320,6 +327,8 @@ class SyncEngine:
         group = self.membership.talk(self.membership.active)
         losses = self.world.gather(float(loss), group) if group is not None else [float(loss)]
         told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.membership.active, losses, strict=True))
+        if self.rank == self.membership.active[0]:
+            self.events.write("fault", step=step, what="non-finite gradient", then=self.nonfinite, detail=told)
         if self.nonfinite == "raise":
             raise NonFiniteError(
                 f"the gradient of step {step} is not finite (losses: {told}): lower the learning rate, clip gradients, "
