@@ -13,6 +13,7 @@ from typing import Any
 BENCHMARKS = {
     "control": ("omnilearn.bench.control", "how fast are batches planned, and how near the optimum do they end?"),
     "overhead": ("omnilearn.bench.overhead", "what does OmniLearn cost where it has nothing to do?"),
+    "events": ("omnilearn.bench.events", "what do a run's events cost?"),
     "sync": ("omnilearn.bench.sync", "how much faster than uniform DDP, how near the best fixed split?"),
     "dynamic": ("omnilearn.bench.dynamic", "how soon does it follow a cluster that changes?"),
     "network": ("omnilearn.bench.network", "what do slow links between the workers change?"),

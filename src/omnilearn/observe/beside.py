@@ -26,7 +26,7 @@ def beside(folder: str | os.PathLike[str], *, live: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if find_spec("tensorboard") is not None:
             stack.enter_context(track(folder, OfThisHost(folder)))
-        if live:
+        if live and find_spec("rich") is not None:
             stack.enter_context(_shown(folder))
         yield
 

@@ -18,6 +18,8 @@ SHORTEST, LONGEST = 1.0, 30.0
 """Seconds between two records of steps: at the beginning, and after some hours."""
 GROWTH = 500
 """The interval is this fraction of the time so far."""
+MOST = 20_000
+"""Steps that wait to be written."""
 SINGLE = 8
 """A record of no more steps than this has each of them; a larger one is a window."""
 TIMES = ("busy", "wait", "data")
@@ -46,16 +48,22 @@ class Windows:
         self._began = self._written = now
         self._seen = 0
         self._pending: Fields = {}
+        self._like: tuple[Any, ...] = ()  # whose steps are pending, with which typical batch
 
     def interval(self, now: float) -> float:
         return min(max((now - self._began) / GROWTH, SHORTEST), LONGEST)
 
     def add(self, fields: Fields, now: float) -> list[tuple[str, Fields]]:
         steps = len(fields.get("batch") or ())
-        lists = {name for name, value in fields.items() if isinstance(value, (list, tuple))}
+        lists = [name for name, value in fields.items() if isinstance(value, (list, tuple))]
         if not steps or any(len(fields[name]) != steps for name in lists):
             return [*self.rest(now), ("steps", fields)]  # not ours to merge
-        due = [] if self._continued_by(fields, lists) else self.rest(now)
+        # A window has consecutive steps of one worker with one typical batch: it mixes no two plans.
+        like = (fields.get("worker"), lists, sorted(fields["batch"])[steps // 2])
+        old = self._pending
+        goes_on = old and like == self._like and fields.get("step") == old.get("step", 0) + len(old["batch"])
+        due = [] if goes_on else self.rest(now)
+        self._like = like
         if self._pending:
             for name, value in fields.items():
                 if name in lists:
@@ -65,27 +73,17 @@ class Windows:
         else:
             self._pending = {name: list(value) if name in lists else value for name, value in fields.items()}
         self._seen += steps
-        if self._seen <= FIRST or now - self._written >= self.interval(now):
+        full = len(self._pending["batch"]) >= MOST
+        if self._seen <= FIRST or full or now - self._written >= self.interval(now):
             due += self.rest(now)
         return due
 
     def rest(self, now: float) -> list[tuple[str, Fields]]:
         """What waits for company."""
-        fields, self._pending, self._written = self._pending, {}, now
-        if not fields:
+        if not self._pending:
             return []
+        fields, self._pending, self._written = self._pending, {}, now
         return [("steps", fields) if len(fields["batch"]) <= SINGLE or self._seen <= FIRST else window(fields)]
-
-    def _continued_by(self, fields: Fields, lists: set[str]) -> bool:
-        """The next steps of the same worker, with the same typical batch: a window mixes no two plans."""
-        old = self._pending
-        return bool(
-            old
-            and fields.get("step") == old.get("step", 0) + len(old["batch"])
-            and fields.get("worker") == old.get("worker")
-            and lists == {name for name, value in old.items() if isinstance(value, list)}
-            and _typical(fields["batch"]) == _typical(old["batch"])
-        )
 
 
 def window(fields: Fields) -> tuple[str, Fields]:
@@ -129,7 +127,3 @@ def flat(event: Mapping[str, Any]) -> Iterator[Fields]:
         row[name] = value[-1]
         row.update({f"{name}_{part}": number for part, number in zip(SUMMARY[:-1], value[:-1], strict=True)})
     yield row
-
-
-def _typical(values: Sequence[Any]) -> Any:
-    return sorted(values)[len(values) // 2]

@@ -127,7 +127,8 @@ def panels(run: Run) -> list[Panel]:
     phases = list(pair) if pair else [p for p in run.phases[-1:] if run.measured_in(p)]
     if run.is_async:
         return []
-    return [(phase, *_some_steps(run, phase, last=phase is phases[-1])) for phase in phases]
+    shown = [(phase, *_some_steps(run, phase, last=phase is phases[-1])) for phase in phases]
+    return [panel for panel in shown if np.isfinite(panel[1]).any(axis=0).all()]
 
 
 def longest(run: Run) -> float:
