@@ -80,6 +80,7 @@ class SyncEngine:
         self._own_weights = False
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
         self._progress = _Progress()
+        self._told: torch.Tensor | None = None  # the loss for the events
         self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
@@ -156,7 +157,7 @@ class SyncEngine:
                 f"it exactly once, or the other workers wait for this one's gradient"
             )
         if piece.last:
-            self.planner.record(piece.share.sizes, True, self._data, self._loss)
+            self.planner.record(piece.share.sizes, True, self._data, self._told)
             loader.sampler.consumed(piece.share)
             self._progress.write(piece.share.step + 1)
         self.piece, self._asked = None, time.perf_counter()
@@ -175,7 +176,7 @@ class SyncEngine:
         The two look the same from here, so nothing is said to the others yet.
         """
         if self.piece is not None and self._complete:
-            self.planner.record(self.piece.share.sizes, True, self._data, self._loss)
+            self.planner.record(self.piece.share.sizes, True, self._data, self._told)
             loader.sampler.consumed(self.piece.share)
         self._end_loop()
         self._left = loader
@@ -241,6 +242,7 @@ class SyncEngine:
                 self._reduce_first()
             if total is not None:
                 self._divide(total, share.total)
+        self._told = self.planner.keep(self._loss)  # before the clock's mark: there when the step's time is read
         self.clock.reduced()
         self._complete = True
 

@@ -106,12 +106,16 @@ class Planner:
         self._rows.clear()
         self._clock.clear()
 
+    def keep(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """A step's loss for ``record``, which reads it later; nothing where there are no events."""
+        return self._story.later(loss)
+
     def record(
         self, sizes: tuple[int, ...], took_part: bool, data: float = 0.0, loss: torch.Tensor | None = None
     ) -> None:
-        """A step is over. ``data``: seconds in which this rank waited for its samples."""
+        """A step is over. ``data``: seconds in which this rank waited for its samples. ``loss``: what ``keep`` gave."""
         if self._world.size > 1 or self._events:
-            self._rows.append(_Row(sizes, took_part, data, self._story.later(loss)))
+            self._rows.append(_Row(sizes, took_part, data, loss))
         if self._world.size > 1:
             return
         if not self._events:

@@ -28,13 +28,14 @@ class Story:
         self._memory = 0
 
     def later(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """A loss that can be read some steps later without stopping the card."""
+        """A loss that can be read some steps later without stopping the card; not a number until it is there."""
         if loss is None or not self._events:
             return None
         loss = loss.detach()
         if not loss.is_cuda:
             return loss
-        return torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss.reshape(()), non_blocking=True)
+        kept = torch.full((), float("nan"), dtype=loss.dtype, pin_memory=True)
+        return kept.copy_(loss.reshape(()), non_blocking=True)
 
     def steps(self, step: int, **lists: list[Any]) -> None:
         if self._events:
