@@ -16,7 +16,7 @@ from omnilearn import cli
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog, report
 from omnilearn.observe.report import summary
-from omnilearn.observe.report.history import Run
+from omnilearn.observe.report.load import load
 from omnilearn.observe.report.page import page
 
 VOID = {"meta", "link", "br"}
@@ -63,7 +63,7 @@ def headings(tags_text: str) -> list[str]:
 
 
 def test_one_run(tmp_path: Path) -> None:
-    text = page([Run.load(sync_run(tmp_path / "run", 4, 400, park=True))])
+    text = page([load(sync_run(tmp_path / "run", 4, 400, park=True))])
     tags = parsed(text)
     assert headings(text) == [
         "Batch per worker", "Where time went", "A few steps", "Compute time by batch",
@@ -81,7 +81,7 @@ def test_a_gain_that_was_not_measured_is_called_predicted(tmp_path: Path) -> Non
     folder = sync_run(tmp_path / "run", 4, 400)
     path = folder / "rank-0.jsonl"
     path.write_text(path.read_text().replace('"batches": [32, 32, 32, 32]', '"batches": [30, 32, 32, 34]'))
-    run = Run.load(folder)
+    run = load(folder)
     found = summary.gain(run)
     assert found is not None
     assert found.how == "predicted"
@@ -111,7 +111,7 @@ def test_time_to_a_target_decides(tmp_path: Path) -> None:
         log = EventLog(folder, 0)
         log.write("metric", epoch=1, seconds=seconds, accuracy=0.97, reached=True)
         log.close()
-    runs = [Run.load(tmp_path / name) for name in ("uniform", "omni")]
+    runs = [load(tmp_path / name) for name in ("uniform", "omni")]
     for run in runs:
         run.metrics[-1]["t"] = run.began + 5
     found = summary.gain(runs[1], runs[:1])
@@ -121,7 +121,7 @@ def test_time_to_a_target_decides(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run(tmp_path: Path) -> None:
-    text = page([Run.load(async_run(tmp_path / "run", 4, 20.0))])
+    text = page([load(async_run(tmp_path / "run", 4, 20.0))])
     tags = parsed(text)
     assert {"Updates per worker", "Staleness"} <= set(headings(text))
     assert "A few steps" not in headings(text)
@@ -132,13 +132,13 @@ def test_an_asynchronous_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 9, 64])
 def test_any_number_of_workers(tmp_path: Path, workers: int) -> None:
-    text = page([Run.load(sync_run(tmp_path / "run", workers, 200, park=workers > 1))])
+    text = page([load(sync_run(tmp_path / "run", workers, 200, park=workers > 1))])
     parsed(text)
     assert len(text) < 2e6
 
 
 def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
-    run = Run.load(long_run(tmp_path / "run", 32, 100_000))
+    run = load(long_run(tmp_path / "run", 32, 100_000))
     assert run.steps == 100_000
     text = page([run])
     parsed(text)
@@ -147,7 +147,7 @@ def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
 
 
 def test_where_single_steps_are_not_kept_a_typical_one_is_shown(tmp_path: Path) -> None:
-    text = page([Run.load(sync_run(tmp_path / "run", 2, 2000, park=True))])
+    text = page([load(sync_run(tmp_path / "run", 2, 2000, park=True))])
     parsed(text)
     assert re.search(r"With the first plan: [\d.]+ ms per step on average \(steps as they were measured\)", text)
     assert re.search(r"With the last plan: [\d.]+ ms per step on average \(a typical step, repeated\)", text)
@@ -171,7 +171,7 @@ def test_text_from_runs_is_escaped(tmp_path: Path) -> None:
     log.write("checkpoint", what=evil, path=evil)
     log.write("end", ok=False, error=evil)
     log.close()
-    tags = parsed(page([Run.load(folder), Run.load(folder)], [evil]))
+    tags = parsed(page([load(folder), load(folder)], [evil]))
     assert tags.text.count("<script>alert(1)</script>") > 8
 
 
@@ -229,7 +229,7 @@ def test_a_restart_and_a_crash_are_said(tmp_path: Path) -> None:
     log.write("plan", step=0, batches=[4, 4], parked=[], reason="start")
     log.write("steps", step=0, batch=[4] * 3, busy=[0.1] * 3, wait=[0.1] * 3)
     log.close()
-    run = Run.load(folder)
+    run = load(folder)
     assert run.steps == 3
     assert any("was started 2 times" in problem for problem in run.problems)
     assert any("has no end: it is still running, or was killed" in problem for problem in run.problems)
@@ -262,7 +262,7 @@ def test_damaged_events_never_break_the_page(tmp_path: Path, seed: int) -> None:
             lines.append(json.dumps(event))
         path.write_text("\n".join(lines))
     try:
-        run = Run.load(folder)
+        run = load(folder)
     except UsageError:
         return
     parsed(page([run]))

@@ -147,7 +147,10 @@ def _main(args: argparse.Namespace) -> int:
         if not isinstance(command, str) and args.emulate:
             raise UsageError("--run-path starts no program of its own, so it cannot be emulated: leave it out")
         with beside(log_dir, live=args.live):
-            return launch(config, command, arguments, emulator, log_dir)
+            code = launch(config, command, arguments, emulator, log_dir)
+    if any(log_dir.glob("rank-*.jsonl")) and not code:
+        _say(f"for a page with figures: omnilearn report {os.path.relpath(log_dir)}")
+    return code
 
 
 def _meet(args: argparse.Namespace) -> None:

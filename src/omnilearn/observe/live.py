@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 REFRESH = 0.25  # seconds, on a terminal
 PLAIN_EVERY = 5.0  # seconds, elsewhere
 AROUND = 8  # lines of a terminal that are not workers
+NO_NEWS = 90.0  # seconds without an event after which it is said; three times the longest interval between two
 WIDEST_BAR = 40
 
 
@@ -50,6 +51,7 @@ class LiveView:
         self._follower = Follower(folder)
         self._since = self._said = time.monotonic()
         self._last_line, self._plain_every = "", plain_every
+        self._news = time.monotonic()
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     def __enter__(self) -> LiveView:
@@ -70,7 +72,10 @@ class LiveView:
             self._say()
 
     def _read(self) -> None:
-        self.board.feed(self._follower.poll())
+        events = self._follower.poll()
+        if events:
+            self._news = time.monotonic()
+        self.board.feed(events)
         for worker, cores in zip(self.board.workers, self.cores or (), strict=False):
             worker.cores = cores
 
@@ -161,7 +166,7 @@ class LiveView:
             parts.append(f"{board.rate:,.0f} samples/s")
         if board.epoch_left is not None:
             more = max((self.epochs or 0) - board.epoch - 1, 0) * board.epoch_steps * (board.step_time or 0.0)
-            left = words.duration(board.epoch_left + more)
+            left = words.duration(round(board.epoch_left + more))
             parts.append(f"at most {left} left" if more else f"{left} left of the epoch")
         if board.loss is not None:
             parts.append(f"loss {board.loss:.4g}")
@@ -170,6 +175,9 @@ class LiveView:
         late = [worker.staleness for worker in board.workers if worker.staleness is not None]
         if late:
             parts.append(f"staleness {sum(late) / len(late):.2g}")
+        silent = time.monotonic() - self._news
+        if silent > NO_NEWS and not board.ended:
+            parts.append(f"no news for {words.duration(round(silent))}: is it still running?")
         if value is not None:
             wanted = f" of {self.target:g}" if self.target is not None and not reached else ""
             seconds = board.metric.get("seconds") if board.metric is not None else None

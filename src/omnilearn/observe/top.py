@@ -21,9 +21,6 @@ examples:
 
 exit codes: 0 the run is over (or --once), 2 there is no run, 130 interrupted"""
 
-NO_NEWS = 30.0
-"""Seconds without an event after which it is said that there are none."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG

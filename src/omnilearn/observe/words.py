@@ -52,10 +52,10 @@ def mark(event: Event) -> str:
 def duration(seconds: float) -> str:
     """
     >>> duration(7.4), duration(95), duration(7300)
-    ('7 s', '1:35 min', '2:01 h')
+    ('7.4 s', '1:35 min', '2:01 h')
     """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
 

@@ -56,10 +56,10 @@ def main(args: argparse.Namespace) -> int:
 
 def write(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> list[str]:
     """Write the report of these runs; returns, in words, what could not be shown."""
-    from omnilearn.observe.report.history import runs
+    from omnilearn.observe.report.load import load_all
     from omnilearn.observe.report.page import page
 
-    loaded, problems = runs(folders)
+    loaded, problems = load_all(folders)
     save(page(loaded, problems), path)
     return problems + [problem for run in loaded for problem in run.problems]
 

@@ -11,7 +11,8 @@ import numpy as np
 from omnilearn.observe import words
 from omnilearn.observe.report.chart import Chart, number
 from omnilearn.observe.report.history import NAN, Floats, Phase, Rows, Run
-from omnilearn.observe.report.lanes import FEW, Lanes, clock, colour, keys, representative, workers_legend
+from omnilearn.observe.report.lanes import FEW, Lanes, colour, keys, representative, workers_legend
+from omnilearn.observe.words import duration
 
 SHOWN_STEPS, MOST_LANES = 4, 16
 """Steps and workers of the timeline."""
@@ -29,7 +30,7 @@ def batches(run: Run, width: int, upto: float | None = None) -> str:
     end = upto or max(run.seconds if run.is_async else run.steps, phases[-1].first - begin + 1)
     few = len(run.workers) <= FEW
     x_label = "time" if run.is_async else "step"
-    text = clock if run.is_async else number
+    text = duration if run.is_async else number
     lanes = Lanes(run, width)
     most = max(max(phase.batches, default=0) for phase in phases) or 1
     if few:
@@ -103,7 +104,7 @@ def time_spent(run: Run, width: int) -> str:
         for kind, seconds in parts.items():
             share = 100 * seconds / total
             if share > 0:
-                title = f"worker {k}: {share:.1f}% {KINDS[kind]} ({clock(seconds)})"
+                title = f"worker {k}: {share:.1f}% {KINDS[kind]} ({duration(seconds)})"
                 chart.bar((at, at + share), lanes.top(chart, k), lanes.each, kind, title)
             at += share
     shown = [kind for kind in KINDS if any(parts[kind] for parts in spent)]

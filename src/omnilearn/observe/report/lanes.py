@@ -1,11 +1,11 @@
-"""What the figures of a report have in common: colours, names, times, one row per worker."""
+"""What the figures of a report have in common: colours, names, one row per worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from omnilearn.observe.report.chart import COLOURS, Chart, number
+from omnilearn.observe.report.chart import COLOURS, Chart
 from omnilearn.observe.report.history import Run
 
 FEW = COLOURS
@@ -17,29 +17,10 @@ def colour(k: int) -> str:
 
 
 def label(run: Run, k: int) -> str:
-    """
-    ``worker 3 · 1.2 cores``
-    """
+    """A worker's name: "worker 3 · 1.2 cores"."""
     worker = run.workers[k]
     place = "" if worker.cores is None and worker.device == "cpu" else f" · {worker.place}"
     return f"worker {k}{place}"
-
-
-def legend(run: Run, ranks: Sequence[int]) -> str:
-    items = (f'<span class="key {colour(i)}">{escape(label(run, k))}</span>' for i, k in enumerate(ranks))
-    return f'<p class="legend">{"".join(items)}</p>'
-
-
-def clock(seconds: float) -> str:
-    """
-    >>> clock(5), clock(95), clock(7300)
-    ('5 s', '1:35 min', '2:01 h')
-    """
-    if seconds < 60:
-        return f"{number(seconds)} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d} min"
-    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
 
 
 class Lanes:

@@ -14,7 +14,8 @@ from omnilearn.observe import words
 from omnilearn.observe.report import figures, spread, summary, trends
 from omnilearn.observe.report.chart import number
 from omnilearn.observe.report.history import Run
-from omnilearn.observe.report.lanes import clock, label
+from omnilearn.observe.report.lanes import label
+from omnilearn.observe.words import duration
 
 WIDE, HALF, NARROW = 1000, 488, 350
 """Widths that figures are drawn at: alone, side by side, on a phone."""
@@ -151,7 +152,7 @@ def _compared(runs: Sequence[Run]) -> str:
         ("waiting for others", [spent(run, "wait") for run in runs]),
         ("plans", [len(run.phases) for run in runs]),
         ("batches at the end", [_batches(run) for run in runs]),
-        ("duration", [clock(run.seconds) for run in runs]),
+        ("duration", [duration(run.seconds) for run in runs]),
     ]
     return table("Side by side", ["", *(run.name for run in runs)], [[name, *map(cell, row)] for name, row in rows])
 
@@ -198,7 +199,7 @@ def _details(run: Run, one: bool) -> str:
         for plan in run.plans[-MOST_ROWS:]
     ]
     workers = [[label(run, k), host, _batch_time(run, k), _memory(run, k)] for k, host in enumerate(_hosts(run))]
-    happened = [[clock(event["t"] - run.began), words.mark(event)] for event in run.marks[-MOST_ROWS:]]
+    happened = [[duration(event["t"] - run.began), words.mark(event)] for event in run.marks[-MOST_ROWS:]]
     happened += [["end", error] for error in run.errors]
     tables = [
         table("Plans", ["from step", "why", "batches", "expected"], plans) if plans else "",

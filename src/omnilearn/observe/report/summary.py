@@ -14,7 +14,7 @@ import numpy as np
 from omnilearn.observe.board import uniform_time
 from omnilearn.observe.report.chart import number
 from omnilearn.observe.report.history import Run
-from omnilearn.observe.report.lanes import clock
+from omnilearn.observe.words import duration
 
 SAME = 0.05
 """Speeds that differ by less are about the same."""
@@ -61,7 +61,7 @@ def _against(run: Run, other: Run) -> Gain | None:
     """By the time both needed to their target, where they had one, else by the speed of measured steps."""
     mine, theirs = _goal(run), _goal(other)
     if mine and theirs:
-        explained = f"{clock(mine)} of training to the target, {clock(theirs)} in {other.name!r}"
+        explained = f"{duration(mine)} of training to the target, {duration(theirs)} in {other.name!r}"
         return Gain(theirs / mine, "measured", explained)
     fast, slow = run.rate(), other.rate()
     if fast and slow:
@@ -127,7 +127,7 @@ def _work(run: Run) -> str:
     rate = run.rate()
     speed = f"{number(rate)} samples per second in measured steps" if rate else ""
     done = "updates of the busiest worker" if run.is_async else "steps"
-    told = [samples, f"{number(run.steps)} {done} in {clock(run.seconds)}", speed]
+    told = [samples, f"{number(run.steps)} {done} in {duration(run.seconds)}", speed]
     return _upper(f"{', '.join(t for t in told if t)}.")
 
 
@@ -221,7 +221,7 @@ def comparison(runs: Sequence[Run]) -> list[str]:
         )
     goals = [(goal, run.name) for run in runs if (goal := _goal(run))]
     if len(goals) == len(runs) > 1 and not said:
-        told = _list([f"{name!r} in {clock(seconds)}" for seconds, name in sorted(goals)])
+        told = _list([f"{name!r} in {duration(seconds)}" for seconds, name in sorted(goals)])
         said.append(f"All reached their target: {told} of training.")
     return said
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from omnilearn.observe.report.chart import Chart, number
 from omnilearn.observe.report.history import Rows, Run
-from omnilearn.observe.report.lanes import clock, colour, runs_legend
+from omnilearn.observe.report.lanes import colour, runs_legend
+from omnilearn.observe.words import duration
 
 BINS = 240
 
@@ -72,7 +73,7 @@ def throughput(runs: Sequence[Run], width: int) -> str:
         return ""
     end = max(line[-1][0] for line in lines if line)
     high = max(float(np.percentile([rate for _, rate in line], 99)) for line in lines if line)
-    chart = Chart(width, 240, (0, end), (0, 1.15 * high), top=24, x_label="time", x_text=clock)
+    chart = Chart(width, 240, (0, end), (0, 1.15 * high), top=24, x_label="time", x_text=duration)
     chart.text(4, 12, "samples/s", kind="label")
     for i, line in enumerate(lines):
         chart.line(line, colour(i))
@@ -87,7 +88,7 @@ def loss(runs: Sequence[Run], width: int) -> str:
     values = np.array([mean for line in lines for _, _, mean, _ in line])
     low, high = float(values.min()), float(np.percentile(values, 99.5))
     end = max(line[-1][0] for line in lines if line)
-    chart = Chart(width, 240, (0, end), (min(0.0, low), 1.1 * high), top=24, x_label="time", x_text=clock)
+    chart = Chart(width, 240, (0, end), (min(0.0, low), 1.1 * high), top=24, x_label="time", x_text=duration)
     chart.text(4, 12, "loss", kind="label")
     for i, line in enumerate(lines):
         chart.band([(t, a, c) for t, a, _, c in line], colour(i))
@@ -109,10 +110,12 @@ def metric(runs: Sequence[Run], width: int, name: str) -> str:
     if not values:
         return ""
     end = max(t for line in lines for t, _ in line)
-    chart = Chart(width, 240, (0, end), (min(0.0, *values), 1.05 * max(values)), top=24, x_label="time", x_text=clock)
+    chart = Chart(
+        width, 240, (0, end), (min(0.0, *values), 1.05 * max(values)), top=24, x_label="time", x_text=duration
+    )
     chart.text(4, 12, name, kind="label")
     for i, line in enumerate(lines):
         chart.line(line, colour(i))
         for t, value in line:
-            chart.dot(t, value, colour(i), 3, f"{runs[i].name}: {number(value)} after {clock(t)}")
+            chart.dot(t, value, colour(i), 3, f"{runs[i].name}: {number(value)} after {duration(t)}")
     return chart.svg(name) + runs_legend(runs)
