@@ -111,3 +111,15 @@ def test_other_events_come_after_the_steps_before_them(tmp_path: Path) -> None:
     *before, plan = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert plan["kind"] == "plan"
     assert before[-1]["step"] + before[-1]["steps"] == 1000
+
+
+def test_a_server_writes_for_its_workers_in_few_lines_too(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 0)
+    for step in range(2000):
+        for worker in range(3):
+            log.write("steps", worker=worker, step=step, batch=[8], busy=[0.5], wait=[0.1], staleness=[worker])
+    log.close()
+    rows = steps(tmp_path)
+    assert [sum(row["steps"] for row in rows if row["worker"] == k) for k in range(3)] == [2000] * 3
+    assert len(rows) < 3 * (FIRST + 50)
+    assert {row["worker"]: row["staleness"] for row in rows} == {0: 0, 1: 1, 2: 2}

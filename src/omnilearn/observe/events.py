@@ -39,7 +39,7 @@ class EventLog:
         self.rank = rank
         self._file: int | None = None
         self._path = Path(folder or ".") / f"rank-{rank}.jsonl"
-        self._windows = Windows(time.monotonic())
+        self._windows: dict[Any, Windows] = {}  # by worker: a server may write for all of its own
         if folder is None:
             return
         try:
@@ -65,13 +65,16 @@ class EventLog:
         try:
             now = time.monotonic()
             if kind == "steps":
-                due = self._windows.add(fields, now)
+                due = self._windows.setdefault(fields.get("worker"), Windows(now)).add(fields, now)
             else:
-                due = [*self._windows.rest(now), (kind, fields)]
+                due = [*self._pending(now), (kind, fields)]
             for name, values in due:
                 self._append(name, values)
         except Exception as error:  # whatever is wrong with an event, training goes on
             self._give_up(error)
+
+    def _pending(self, now: float) -> list[tuple[str, dict[str, Any]]]:
+        return [record for windows in self._windows.values() for record in windows.rest(now)]
 
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         event = {"v": VERSION, "kind": kind, "t": round(time.time(), 4), "rank": self.rank, **fields}
@@ -83,7 +86,7 @@ class EventLog:
 
     def close(self) -> None:
         if self._file is not None:
-            for kind, fields in self._windows.rest(time.monotonic()):
+            for kind, fields in self._pending(time.monotonic()):
                 with contextlib.suppress(Exception):
                     self._append(kind, fields)
             os.close(self._file)

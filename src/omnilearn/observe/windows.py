@@ -48,7 +48,7 @@ class Windows:
         self._began = self._written = now
         self._seen = 0
         self._pending: Fields = {}
-        self._like: tuple[Any, ...] = ()  # whose steps are pending, with which typical batch
+        self._like: tuple[Any, ...] = ()  # what the pending steps have in common
 
     def interval(self, now: float) -> float:
         return min(max((now - self._began) / GROWTH, SHORTEST), LONGEST)
@@ -58,8 +58,8 @@ class Windows:
         lists = [name for name, value in fields.items() if isinstance(value, (list, tuple))]
         if not steps or any(len(fields[name]) != steps for name in lists):
             return [*self.rest(now), ("steps", fields)]  # not ours to merge
-        # A window has consecutive steps of one worker with one typical batch: it mixes no two plans.
-        like = (fields.get("worker"), lists, sorted(fields["batch"])[steps // 2])
+        # A window has consecutive steps with one typical batch: it mixes no two plans.
+        like = (lists, sorted(fields["batch"])[steps // 2])
         old = self._pending
         goes_on = old and like == self._like and fields.get("step") == old.get("step", 0) + len(old["batch"])
         due = [] if goes_on else self.rest(now)

@@ -476,7 +476,7 @@ class OmniLearn:
 
     def _at_exit(self) -> None:
         """A script that does not close: the parked may still wait to hear that the others left the loop."""
-        uncaught = getattr(sys, "last_value", None)  # alone, nobody else has noted it
+        uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # alone, nobody else has noted it
         if not self._world.failed and uncaught is not None:
             self._world.report_failure(uncaught)
         if not self._world.failed:

@@ -29,7 +29,7 @@ def number(value: float) -> str:
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two bounds.
 
-    >>> ticks(0, 1.1, 5)
+    >>> ticks(0, 1, 5)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
     if not high > low:
