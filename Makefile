@@ -43,14 +43,15 @@ results: $(READY)
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PICTURE := runs/picture
+EMULATE ?= HL8
 
 picture: $(READY)
 	@test -n "$(CHROMIUM)" || { echo "make picture needs Chromium: CHROMIUM=/path/to/it"; exit 1; }
 	rm -rf $(PICTURE)
-	$(BIN)/omnilearn run --emulate HL8 --log-dir $(PICTURE) docs/picture.py
+	$(BIN)/omnilearn run --emulate $(EMULATE) --log-dir $(PICTURE) docs/picture.py
 	$(BIN)/omnilearn report $(PICTURE) -o $(PICTURE)/report.html
 	$(CHROMIUM) --headless=new --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir=$(PICTURE)/browser \
-		--window-size=1000,1500 --screenshot=docs/report.png file://$(CURDIR)/$(PICTURE)/report.html
+		--window-size=1000,1600 --screenshot=docs/report.png file://$(CURDIR)/$(PICTURE)/report.html
 	rm -rf $(PICTURE)/browser
 
 clean:

@@ -82,7 +82,7 @@ def check(seen: dict[str, Any], figures: list[str], width: int) -> None:
 
 
 ONE = [
-    "Batch per worker", "Computing and waiting per worker", "With the first plan", "With the last plan",
+    "Batch per worker", "Computing and waiting per worker", "Before, with the plan", "After, with the plan",
     "Compute time by batch", "Distribution of compute times", "Samples per second", "Loss",
 ]  # fmt: skip
 

@@ -149,8 +149,12 @@ def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
 def test_where_single_steps_are_not_kept_a_typical_one_is_shown(tmp_path: Path) -> None:
     text = page([load(sync_run(tmp_path / "run", 2, 2000, park=True))])
     parsed(text)
-    assert re.search(r"With the first plan: [\d.]+ ms per step on average \(steps as they were measured\)", text)
-    assert re.search(r"With the last plan: [\d.]+ ms per step on average \(a typical step, repeated\)", text)
+    assert re.search(
+        r"Before, with the plan of step 0: [\d.]+ ms per step on average \(steps as they were measured\)", text
+    )
+    assert re.search(
+        r"After, with the plan of step 1,000: [\d.]+ ms per step on average \(a typical step, repeated\)", text
+    )
 
 
 # Whatever the files contain

@@ -149,7 +149,8 @@ def _main(args: argparse.Namespace) -> int:
         with beside(log_dir, live=args.live):
             code = launch(config, command, arguments, emulator, log_dir)
     if any(log_dir.glob("rank-*.jsonl")) and not code:
-        _say(f"for a page with figures: omnilearn report {os.path.relpath(log_dir)}")
+        shown = os.path.relpath(log_dir) if Path.cwd() in log_dir.parents else log_dir
+        _say(f"for a page with figures: omnilearn report {shown}")
     return code
 
 

@@ -6,6 +6,8 @@ each; many are shown as rows.
 
 from __future__ import annotations
 
+from html import escape
+
 import numpy as np
 
 from omnilearn.observe import words
@@ -129,7 +131,9 @@ def panels(run: Run) -> list[Panel]:
     if run.is_async:
         return []
     shown = [(phase, *_some_steps(run, phase, last=phase is phases[-1])) for phase in phases]
-    return [panel for panel in shown if np.isfinite(panel[1]).any(axis=0).all()]
+    shown = [panel for panel in shown if np.isfinite(panel[1]).any(axis=0).all()]
+    count = min((busy.shape[1] for _, busy, _, _ in shown), default=0)  # as many in each: then lengths compare
+    return [(phase, busy[:, :count], wait[:, :count], typical) for phase, busy, wait, typical in shown]
 
 
 def longest(run: Run) -> float:
@@ -160,11 +164,11 @@ def timeline(run: Run, width: int, scale: float) -> str:
                 chart.bar((1e3 * (start + b), 1e3 * min(start + b + w, end)), lanes.top(chart, row), lanes.each, "wait")
         for end in ends:
             chart.add(f'<path class="axis" d="M{chart.x(1e3 * end)} {chart.top}v{chart.inner_height}"/>')
-        when = "With the first plan" if i < len(shown) - 1 else "With the last plan"
+        when = "Before" if i < len(shown) - 1 else "After" if i else "All along"
         kind = "a typical step, repeated" if typical else "steps as they were measured"
         pace = run.step_time(phase) or 0.0
-        title = f"{when}: {1e3 * pace:.3g} ms per step on average ({kind})"
-        drawn.append(f'<p class="panel">{title}</p>' + chart.svg(title))
+        title = f"{when}, with the {phase.name}: {number(1e3 * pace)} ms per step on average ({kind})"
+        drawn.append(f'<p class="panel">{escape(title)}</p>' + chart.svg(title))
     if not drawn:
         return ""
     return "".join(drawn) + keys(("compute", "computing"), ("wait", "waiting for the others"))

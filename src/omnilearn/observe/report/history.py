@@ -23,7 +23,7 @@ COLUMNS = (
 )  # fmt: skip
 AT = {name: i for i, name in enumerate(COLUMNS)}
 STEADY = 3
-"""A plan whose steps are shown as "before" has at least so many measured ones, if there is any such plan."""
+"""A plan that is shown as "after" has at least so many measured steps, if there is any such plan."""
 
 
 class Rows:
@@ -82,6 +82,10 @@ class Phase:
     @property
     def batches(self) -> list[int]:
         return list(self.plan["batches"])
+
+    @property
+    def name(self) -> str:
+        return f"plan of step {self.first:,.0f}" if self.axis == "step" else f"plan {self.plan.get('reason', '')!r}"
 
 
 @dataclass
@@ -153,14 +157,13 @@ class Run:
 
     @cached_property
     def before_and_after(self) -> tuple[Phase, Phase] | None:
-        """The first plan that was measured, and the last. None where there was only one."""
+        """The first plan that was measured, and the last for more than a try. None where there was only one."""
         known = [(phase, self.measured_in(phase)) for phase in self.phases]
         known = [(phase, steps) for phase, steps in known if steps]
         if len(known) < 2:
             return None
-        before = next((phase for phase, steps in known[:-1] if steps >= STEADY), known[0][0])
         after = next((phase for phase, steps in reversed(known[1:]) if steps >= STEADY), known[-1][0])
-        return (before, after) if before is not after else None
+        return known[0][0], after
 
     def step_time(self, phase: Phase | None = None) -> float | None:
         """Mean seconds per step, of the workers that took part. None: not measured."""

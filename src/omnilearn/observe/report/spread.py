@@ -59,7 +59,7 @@ def _points(rows: Rows) -> Floats:
 
 
 def distribution(run: Run, width: int) -> str:
-    """How compute times spread: smallest, quartiles and largest, per worker, with the first plan and with the last."""
+    """How compute times spread: smallest, quartiles and largest, per worker, before balancing and after."""
     pair = run.before_and_after
     phases = list(pair) if pair else [None]
     lanes = Lanes(run, width, parts=2)
@@ -94,6 +94,6 @@ def distribution(run: Run, width: int) -> str:
             chart.bar((low, most), top + half / 2 - 0.75, 1.5, kind, told, 0.6)
             chart.bar((lower, upper), top + 1, half - 2, kind, told, 0.7)
             chart.bar((middle, middle), top, half, kind + " median", told)
-    names = ("first plan", "last plan") if pair else ("all steps",)
+    names = (pair[0].name, pair[1].name) if pair else ("all steps",)
     kinds = ("before", "after") if pair else ("after",)
     return chart.svg("Distribution of compute times") + keys(*zip(kinds, names, strict=True))

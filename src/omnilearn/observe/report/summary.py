@@ -41,17 +41,20 @@ def gain(run: Run, others: Sequence[Run] = ()) -> Gain | None:
     if last is None:
         return None
     now = run.step_time(last[1])
+    steps = run.measured_in(last[1])
     for phase, pace in zip(run.phases, run.paces, strict=True):
-        if now and pace and equal(phase.batches) and run.measured_in(phase):
+        tried = run.measured_in(phase)
+        if now and pace and equal(phase.batches) and tried:
             explained = (
-                f"a step took {_ms(pace)} with equal batches and {_ms(now)} with the last plan, both in this run"
+                f"in this run a step took {_ms(pace)} with equal batches ({_steps(tried)}) and {_ms(now)} with the "
+                f"{last[1].name} ({_steps(steps)})"
             )
             return Gain(pace / now, "measured", explained)
     alike = uniform_time(*run.curves, run.global_batch)
     if alike and now:
         explained = (
-            f"by the fitted curves a step with equal batches would take at least {_ms(alike)}; with the last plan it "
-            f"took {_ms(now)}"
+            f"by the fitted curves a step with equal batches would take at least {_ms(alike)}; with the "
+            f"{last[1].name} it took {_ms(now)} ({_steps(steps)})"
         )
         return Gain(alike / now, "predicted", explained)
     return None
@@ -232,7 +235,7 @@ def figures(run: Run, others: Sequence[Run] = ()) -> list[tuple[str, str]]:
     pair, found = run.before_and_after, gain(run, others)
     rate = run.rate(pair[1]) if pair else run.rate()
     if rate:
-        shown.append((number(rate), "samples per second" + (" with the last plan" if pair else "")))
+        shown.append((number(rate), "samples per second" + (f" with the {pair[1].name}" if pair else "")))
     if found:
         shown.append((f"{found.times:.2g}×", f"as fast as equal batches, {found.how}"))
     parts = shares(run)
@@ -249,6 +252,10 @@ def figures(run: Run, others: Sequence[Run] = ()) -> list[tuple[str, str]]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _steps(n: int) -> str:
+    return f"{n:,} measured step{'s' if n != 1 else ''}"
 
 
 def _count(n: int) -> str:
