@@ -221,12 +221,12 @@ def _sizes(batches: Sequence[int]) -> str:
 
 def _expected(plan: dict[str, Any]) -> str:
     predicted = plan.get("predicted")
-    return f"{1e3 * predicted:.3g} ms per step" if isinstance(predicted, (int, float)) else ""
+    return f"{number(1e3 * predicted)} ms per step" if isinstance(predicted, (int, float)) else ""
 
 
 def _batch_time(run: Run, k: int) -> str:
     middle = float(run.rows[k].quantiles("busy", (0.5,))[0])
-    return f"{1e3 * middle:.3g} ms" if middle == middle else "–"
+    return f"{number(1e3 * middle)} ms" if middle == middle else "–"
 
 
 def _memory(run: Run, k: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnilearn.observe.report.chart import Chart
+from omnilearn.observe.report.chart import Chart, number
 from omnilearn.observe.report.history import Floats, Rows, Run
 from omnilearn.observe.report.lanes import FEW, Lanes, colour, keys, representative, workers_legend
 
@@ -90,7 +90,7 @@ def distribution(run: Run, width: int) -> str:
             kind = "after" if len(row) == 1 or i else "before"
             top = lanes.top(chart, k) + (i * half if len(row) == 2 else half / 2)
             low, lower, middle, upper, most = (1e3 * v for v in q)
-            told = f"worker {k}: {low:.3g} – {middle:.3g} (median) – {most:.3g} ms"
+            told = f"worker {k}: {number(low)} – {number(middle)} (median) – {number(most)} ms"
             chart.bar((low, most), top + half / 2 - 0.75, 1.5, kind, told, 0.6)
             chart.bar((lower, upper), top + 1, half - 2, kind, told, 0.7)
             chart.bar((middle, middle), top, half, kind + " median", told)
