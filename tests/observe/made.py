@@ -121,7 +121,7 @@ def async_run(path: Path, workers: int = 4, seconds: float = 60.0) -> Path:
             )  # fmt: skip
             step += n
         folder.write(k, "end", seconds, ok=True)
-    folder.write(0, "oom", seconds / 2, step=40, worker=1, batch=24, retry=12)
+    folder.write(0, "oom", seconds / 2, step=40, worker=1, samples=24, micro_batch=12)
     folder.close()
     return path
 

@@ -40,9 +40,11 @@ def mark(event: Event) -> str:
     worker, step = event.get("worker", event["rank"]), event.get("step")
     at = f"step {step}: " if isinstance(step, int) else ""
     if event["kind"] == "oom":
-        tried, then = event.get("batch"), event.get("retry")
+        tried, then = event.get("samples"), event.get("micro_batch")
         size = f" with {tried} samples at once" if tried else ""
         return f"{at}worker {worker} ran out of memory{size}" + (f"; went on with {then}" if then else "")
+    if event["kind"] == "memory":
+        return f"{at}worker {worker} computes its {event.get('batch')} samples {event.get('micro_batch')} at a time"
     if event["kind"] == "checkpoint":
         return f"{at}checkpoint {event.get('what', 'saved')}"
     detail = f" ({event['detail']})" if event.get("detail") else ""

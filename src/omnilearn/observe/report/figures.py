@@ -61,7 +61,7 @@ def batches(run: Run, width: int, upto: float | None = None) -> str:
             chart.mark(phase.first - begin, kind, title)
     for event in run.marks:
         place = event["t"] - begin if run.is_async else event.get("step")
-        if isinstance(place, (int, float)) and place <= end and event["kind"] != "checkpoint":
+        if isinstance(place, (int, float)) and place <= end and event["kind"] in ("oom", "fault"):
             chart.mark(place, "bad", words.mark(event))
     scale = keys(("heat faint", "small batch"), ("heat", f"batch {most}"), ("parked", "parked"))
     return chart.svg("Batch per worker") + (workers_legend(run, range(len(run.workers))) if few else scale)

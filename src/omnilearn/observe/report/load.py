@@ -122,6 +122,7 @@ TAKEN = {
     "curves": _curves,
     "metric": _metric,
     "oom": lambda run, event: run.marks.append(event),
+    "memory": lambda run, event: run.marks.append(event),
     "fault": lambda run, event: run.marks.append(event),
     "checkpoint": lambda run, event: run.marks.append(event),
     "end": _end,
