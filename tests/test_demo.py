@@ -79,6 +79,10 @@ def test_quick_for_real(tmp_path: Path) -> None:
     ]
     assert accuracies[0] == pytest.approx(accuracies[1], abs=0.01)
     assert ddp["waited"][3] > 0.5, "the fastest worker waits in plain DDP"
+    page = (folder / "report.html").read_text()
+    assert f"runs/{folder.name}/report.html" in out
+    assert all(f"<h3>{name}</h3>" in page for name in ("ddp", "omni"))
+    assert "Side by side" in page
     kinds = {(event["kind"], event["rank"]) for event in read(folder / "omni")}
     assert {("run", 0), ("plan", 0), ("epoch", 0), ("metric", 0)} < kinds
     assert {(kind, rank) for kind in ("steps", "end") for rank in range(4)} < kinds

@@ -17,6 +17,8 @@ from omnilearn.errors import OmniLearnError
 COMMANDS = {
     "demo": ("omnilearn.demo.command", "see it work on this machine (two minutes)"),
     "bench": ("omnilearn.bench.command", "measure: how fast, and how near the limit?"),
+    "report": ("omnilearn.observe.report.command", "make a page with figures from the events of a run"),
+    "top": ("omnilearn.observe.top", "watch a run that is under way"),
     "run": ("omnilearn.cluster.run", "start a training script on several workers"),
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +48,8 @@ def check(folder: Path, workers: int, steps: int) -> None:
         assert taken == list(range(steps)), f"rank {rank}"
         assert all(len(event["batch"]) == len(event["busy"]) == len(event["wait"]) for event in mine)
     main = [event for event in events if event["rank"] == 0 and event["kind"] != "steps"]
-    assert [event["kind"] for event in main if event["kind"] != "plan"] == ["run", "epoch", "epoch", "epoch", "end"]
+    others = [event["kind"] for event in main if event["kind"] not in ("plan", "curves")]
+    assert others == ["run", "epoch", "epoch", "epoch", "end"]
     run, plan = main[:2]
     assert run["options"]["global_batch"] == 8
     assert len(run["workers"]) == workers
@@ -83,3 +87,23 @@ def test_a_failure_is_an_end_too(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), OmniLearn(global_batch=8, log_dir=tmp_path):
         _ = 1 // 0
     assert read(tmp_path)[-1]["error"].startswith("ZeroDivisionError")
+
+
+CRASHES = """
+import torch
+from omnilearn import OmniLearn
+model = torch.nn.Linear(2, 1)
+omni = OmniLearn(global_batch=8)
+omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+raise ValueError("boom")
+"""
+
+
+def test_so_is_one_outside_of_a_with_block(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMNILEARN_LOG_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES], env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    *_, last = read(tmp_path)
+    assert (last["kind"], last["ok"], last["error"]) == ("end", False, "ValueError: boom")

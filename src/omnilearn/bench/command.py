@@ -13,6 +13,7 @@ from typing import Any
 BENCHMARKS = {
     "control": ("omnilearn.bench.control", "how fast are batches planned, and how near the optimum do they end?"),
     "overhead": ("omnilearn.bench.overhead", "what does OmniLearn cost where it has nothing to do?"),
+    "events": ("omnilearn.bench.events", "what do a run's events cost?"),
     "sync": ("omnilearn.bench.sync", "how much faster than uniform DDP, how near the best fixed split?"),
     "dynamic": ("omnilearn.bench.dynamic", "how soon does it follow a cluster that changes?"),
     "network": ("omnilearn.bench.network", "what do slow links between the workers change?"),
@@ -28,6 +29,7 @@ examples:
   omnilearn bench control                        all of it, about a minute
   omnilearn bench control --quick                a rough look, some seconds
   omnilearn bench control --json results.json    keep the numbers
+  omnilearn bench control --report page.html     a page with figures
   omnilearn bench control --help                 all options of a benchmark
 
 Other programs on the machine spoil times: close them, and believe ratios rather than seconds."""
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub = names.add_parser(name, help=summary, description=f"{name}: {summary}")
         sub.module = module
         sub.add_argument("--json", metavar="PATH", help="also write the numbers to this file (folders are made)")
+        sub.add_argument("--report", metavar="PATH", help="also write a page with figures to this file")
         sub.add_argument("--quick", action="store_true", help="fewer repeats: some seconds, rough numbers")
 
 
@@ -65,4 +68,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         record.write(args.json)
         print(f"written: {args.json}", file=sys.stderr)
+    if args.report:
+        from omnilearn.bench.page import page
+        from omnilearn.observe.report.command import save
+
+        save(page(record), args.report)
+        print(f"written: {args.report}", file=sys.stderr)
     return 0

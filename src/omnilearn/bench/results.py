@@ -188,11 +188,23 @@ def _measured(record: Data) -> list[str]:
     return ["<details><summary>All rows</summary>\n", rows, "</details>\n"]
 
 
+def _events(record: Data) -> list[str]:
+    short, rows = record["summary"], record["rows"]
+    columns = ["part", "us_per_step_median", "us_per_step_lower", "us_per_step_upper", "bytes_per_step"]
+    return [
+        f"Microseconds that events add to a step ({short['device']}), and what they leave on the disk. Goal: at most "
+        f"{100 * short['goal']:g}% of the step time, which holds for steps from "
+        f"{short['shortest_step_ms_within_goal']:.1f} ms on.\n",
+        table(columns, ([row[column] for column in columns] for row in rows)),
+    ]
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "sync": ("Synchronous training at the papers' levels", _sync),
     "dynamic": ("A cluster that changes", _dynamic),
     "network": ("Slow links", _network),
     "overhead": ("Cost on equal machines", _overhead),
+    "events": ("What events cost", _events),
     "ablation": ("What each part is worth", _ablation),
     "control": ("Decisions", _control),
 }

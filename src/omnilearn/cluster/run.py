@@ -19,6 +19,7 @@ from omnilearn.cluster.emulator import Emulator
 from omnilearn.cluster.launch import Interrupted, launch, signals_raise
 from omnilearn.cluster.resources import cores
 from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.observe.beside import beside
 
 USAGE = "omnilearn run [--nproc N] [--emulate SPEC] [--log-dir DIR] [torchrun's options] script.py [arguments]"
 
@@ -84,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how CPU shares are enforced (default: the best this machine allows)",
     )
     ours.add_argument(
+        "--no-live",
+        dest="live",
+        action="store_false",
+        help="no view of the workers below their output (without a terminal: no line every minute)",
+    )
+    ours.add_argument(
         "--log-dir", "--log_dir", metavar="DIR", help="where logs and events go (default: runs/DATE-TIME)"
     )
 
@@ -139,7 +146,12 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
         if not isinstance(command, str) and args.emulate:
             raise UsageError("--run-path starts no program of its own, so it cannot be emulated: leave it out")
-        return launch(config, command, arguments, emulator, log_dir)
+        with beside(log_dir, live=args.live):
+            code = launch(config, command, arguments, emulator, log_dir)
+    if any(log_dir.glob("rank-*.jsonl")) and not code:
+        shown = os.path.relpath(log_dir) if Path.cwd() in log_dir.parents else log_dir
+        _say(f"for a page with figures: omnilearn report {shown}")
+    return code
 
 
 def _meet(args: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ from omnilearn.cluster.resources import cores
 from omnilearn.cluster.run import make_log_dir
 from omnilearn.demo import story
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.observe import report
 from omnilearn.observe.live import LiveView
 
 if TYPE_CHECKING:
@@ -264,7 +265,9 @@ def _conclude(
     for path in (folder / "summary.json", *([Path(json)] if json else [])):
         record.write(path)
     console.print()
+    report.write([folder / name for name in TITLES], folder / "report.html")
     console.print(f"Events, logs and summary.json of both runs: {_short(folder)}", soft_wrap=True)
+    console.print(f"Report with figures, to open in a browser: {_short(folder / 'report.html')}", soft_wrap=True)
 
 
 def _short(folder: Path) -> str:

@@ -1,5 +1,9 @@
-"""What happened in a run: ``read(folder)`` gives its events. docs/events.md lists the fields."""
+"""What happened in a run: ``read(folder)`` gives its events, ``steps(folder)`` its steps as a flat table.
 
-from omnilearn.observe.events import EventLog, read
+docs/events.md lists the fields, docs/observe.md what can be looked at with them.
+"""
 
-__all__ = ["EventLog", "read"]
+from omnilearn.observe.events import EventLog, read, steps
+from omnilearn.observe.track import Tracker, replay, track
+
+__all__ = ["EventLog", "Tracker", "read", "replay", "steps", "track"]

@@ -6,18 +6,22 @@ Fed with events in the order they come; knows nothing of files and terminals.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omnilearn.observe.events import Event
+from omnilearn.observe.windows import flat
 
 WINDOW = 2.0  # seconds of steps that a worker's rates are taken over
+
+Row = tuple[float, float, float]
+"""Of one or several measured steps: samples, busy and waiting seconds."""
 
 
 @dataclass
 class Worker:
-    """One worker as last heard of. ``rows`` are its last measured steps: batch, busy and waiting seconds."""
+    """One worker as last heard of. ``rows`` are its last measured steps."""
 
     rank: int
     cores: float | None = None
@@ -25,8 +29,10 @@ class Worker:
     device_name: str = ""
     batch: int = 0
     parked: bool = False
-    rows: deque[tuple[int, float, float]] = field(default_factory=deque)
-    total: tuple[int, float, float] = (0, 0.0, 0.0)
+    rows: deque[Row] = field(default_factory=deque)
+    total: Row = (0, 0.0, 0.0)
+    loss: float | None = None
+    staleness: float | None = None
 
     @property
     def place(self) -> str:
@@ -51,11 +57,15 @@ class Worker:
         seconds = sum(busy + wait for _, busy, wait in self.rows)
         return sum(batch for batch, _, _ in self.rows) / seconds if seconds else 0.0
 
-    def steps(self, rows: Iterable[tuple[int, float, float]]) -> None:
-        measured = [row for row in rows if row[0] and row[1] > 0]
-        self.rows.extend(measured)
-        for row in measured:
-            self.total = (self.total[0] + row[0], self.total[1] + row[1], self.total[2] + row[2])
+    def steps(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            n, busy = row["measured"], row.get("busy")
+            if n and row["batch"] and busy:
+                mine = (n * row["batch"], n * busy, n * (row.get("wait") or 0.0))
+                self.rows.append(mine)
+                self.total = (self.total[0] + mine[0], self.total[1] + mine[1], self.total[2] + mine[2])
+                self.loss = self.loss if row.get("loss") is None else row["loss"]
+                self.staleness = self.staleness if row.get("staleness") is None else row["staleness"]
         while len(self.rows) > 2 and sum(busy + wait for _, busy, wait in self.rows) > WINDOW:
             self.rows.popleft()
 
@@ -65,7 +75,9 @@ class Board:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.mode = "sync"
         self.options: dict[str, Any] = {}
+        self.curves: tuple[Sequence[float | None], Sequence[float | None]] = ((), ())
         self.plan: Event | None = None
         self.plans = 0
         self.epoch = 0
@@ -96,10 +108,41 @@ class Board:
     def parked(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.parked]
 
+    @property
+    def loss(self) -> float | None:
+        """The workers' last losses, weighted by their batches."""
+        known = [(w.loss, w.batch) for w in self.workers if w.loss is not None and w.batch]
+        return sum(loss * batch for loss, batch in known) / sum(batch for _, batch in known) if known else None
+
+    @property
+    def step_time(self) -> float | None:
+        """Seconds per step, lately: of the workers that take part, the one that knows most steps."""
+        active = [worker for worker in self.workers if worker.rows and worker.batch and not worker.parked]
+        if not active:
+            return None
+        worker = max(active, key=lambda worker: worker.total[0] / worker.batch)
+        seconds, samples = sum(busy + wait for _, busy, wait in worker.rows), sum(row[0] for row in worker.rows)
+        return seconds * worker.batch / samples
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as with equal batches, by the fitted curves. None: not known."""
+        batch, now = self.options.get("global_batch"), self.step_time
+        if self.mode != "sync" or not batch or not now:
+            return None
+        alike = uniform_time(*self.curves, batch)
+        return alike / now if alike else None
+
+    @property
+    def epoch_left(self) -> float | None:
+        """Seconds to the end of the epoch, at the pace of late. None: not known."""
+        left, now = self.epoch_step + self.epoch_steps - self.step, self.step_time
+        return left * now if self.epoch_steps and now and not self.ended and left > 0 else None
+
     def _run(self, event: Event) -> None:
         self.__init__()  # type: ignore[misc]  # a restart in the same folder begins anew
         self.started = self.last = event["t"]
-        self.options = dict(event["options"])
+        self.options, self.mode = dict(event["options"]), event.get("mode", "sync")
         for rank, found in enumerate(event["workers"]):
             self.workers.append(Worker(rank, found["cores"], found["device"], found.get("device_name", "")))
 
@@ -117,10 +160,14 @@ class Board:
         self.step = max(self.step, self.epoch_step)
 
     def _steps(self, event: Event) -> None:
-        self._at_least(event["rank"] + 1)
-        self.step = max(self.step, event["step"] + len(event["batch"]))
-        rows = zip(event["batch"], event["busy"], event["wait"], strict=True)
-        self.workers[event["rank"]].steps(rows)
+        rows = list(flat(event))
+        worker = int(rows[-1]["worker"])
+        self._at_least(worker + 1)
+        self.step = max(self.step, rows[-1]["step"] + rows[-1]["steps"])
+        self.workers[worker].steps(rows)
+
+    def _curves(self, event: Event) -> None:
+        self.curves = event["alpha"], event["beta"]
 
     def _metric(self, event: Event) -> None:
         self.metric = event
@@ -139,12 +186,22 @@ HANDLERS = {
     "plan": Board._plan,
     "epoch": Board._epoch,
     "steps": Board._steps,
+    "window": Board._steps,
+    "curves": Board._curves,
     "metric": Board._metric,
     "end": Board._end,
 }
 
 
-def _share(rows: Iterable[tuple[int, float, float]]) -> float | None:
+def uniform_time(alpha: Sequence[float | None], beta: Sequence[float | None], batch: int) -> float | None:
+    """What a step with equal batches would take by the fitted lines: that of the slowest, without the reduction."""
+    if not alpha or len(alpha) != len(beta):
+        return None
+    times = [a + b * batch / len(alpha) for a, b in zip(alpha, beta, strict=True) if a is not None and b is not None]
+    return max(times) if len(times) == len(alpha) else None
+
+
+def _share(rows: Iterable[Row]) -> float | None:
     busy = waiting = 0.0
     for _, b, w in rows:
         busy, waiting = busy + b, waiting + w

@@ -1,23 +1,26 @@
 """What happened, as JSON lines: each rank appends to a file of its own, anybody may read while it grows.
 
-A line is written whole, by one system call, so a crash costs at most the line under way, and readers skip what is
-not a whole line. Writing never disturbs training: a full disk ends the events with one warning. What the events mean is
-in docs/events.md; showing them is left to ``live``. Standard library only.
+A line is written whole, by one system call, so a crash costs at most what is under way, and readers skip what is not a
+whole line. Steps that come quickly are written together (``windows``), so that a file stays small. Writing never
+disturbs training: a full disk ends the events with one warning. What the events mean is in docs/events.md; showing them
+is left to ``live`` and ``report``. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omnilearn.errors import UsageError
+from omnilearn.observe.windows import Windows, flat
 
 VERSION = 1
 Event = dict[str, Any]
@@ -36,6 +39,7 @@ class EventLog:
         self.rank = rank
         self._file: int | None = None
         self._path = Path(folder or ".") / f"rank-{rank}.jsonl"
+        self._windows: dict[Any, Windows] = {}  # by worker: a server may write for all of its own
         if folder is None:
             return
         try:
@@ -52,20 +56,39 @@ class EventLog:
         return self._file is not None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append an event. Never raises: what cannot be written is left out, with one warning."""
+        """Append an event. Never raises: what cannot be written is left out, with one warning.
+
+        "steps" may be merged with the next ones; everything else is in the file when this returns.
+        """
         if self._file is None:
             return
-        event = {"v": VERSION, "kind": kind, "t": round(time.time(), 4), "rank": self.rank, **fields}
         try:
-            line = (_encode(event) + "\n").encode()
-            written = os.write(self._file, line)
-            if written < len(line):
-                raise OSError(f"only {written} of {len(line)} bytes were written")
+            now = time.monotonic()
+            if kind == "steps":
+                due = self._windows.setdefault(fields.get("worker"), Windows(now)).add(fields, now)
+            else:
+                due = [*self._pending(now), (kind, fields)]
+            for name, values in due:
+                self._append(name, values)
         except Exception as error:  # whatever is wrong with an event, training goes on
             self._give_up(error)
 
+    def _pending(self, now: float) -> list[tuple[str, dict[str, Any]]]:
+        return [record for windows in self._windows.values() for record in windows.rest(now)]
+
+    def _append(self, kind: str, fields: dict[str, Any]) -> None:
+        event = {"v": VERSION, "kind": kind, "t": round(time.time(), 4), "rank": self.rank, **fields}
+        line = (_encode(event) + "\n").encode()
+        assert self._file is not None
+        written = os.write(self._file, line)
+        if written < len(line):
+            raise OSError(f"only {written} of {len(line)} bytes were written")
+
     def close(self) -> None:
         if self._file is not None:
+            for kind, fields in self._pending(time.monotonic()):
+                with contextlib.suppress(Exception):
+                    self._append(kind, fields)
             os.close(self._file)
             self._file = None
 
@@ -136,20 +159,44 @@ def read(folder: str | os.PathLike[str]) -> list[Event]:
 
     Lines that are no events (cut off by a crash, written by somebody else) are skipped; a warning says how many.
     """
+    events, problems = collect(folder)
+    for problem in problems:
+        log.warning(problem)
+    return events
+
+
+def steps(folder: str | os.PathLike[str]) -> list[Event]:
+    """The steps of a run as flat records, one number per column: a row per worker and step, or window of steps.
+
+    ``pandas.DataFrame(steps("runs/…")).groupby("worker").busy.mean()``
+    """
+    return list(_flat(event for event in read(folder) if event["kind"] in ("steps", "window")))
+
+
+def _flat(events: Iterator[Event]) -> Iterator[Event]:
+    for event in events:
+        with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # fields missing: not ours
+            yield from flat(event)
+
+
+def collect(folder: str | os.PathLike[str]) -> tuple[list[Event], list[str]]:
+    """All events in the order of their times, and in words what could not be read."""
     follower = Follower(folder)
     if not follower._files():
         raise UsageError(f"there are no events in {folder}: no rank-*.jsonl was found; is it the log folder of a run?")
     events = follower.poll()
-    events = sorted(events + follower.end(), key=lambda event: event["t"])
+    if rest := follower.end():
+        events = sorted(events + rest, key=lambda event: event["t"])
+    problems = []
     if follower.newer:
         versions = ", ".join(sorted(follower.newer))
         message = f"{folder} has events of format {versions}; this OmniLearn reads format {VERSION}: upgrade it"
         if not events:
             raise UsageError(message)
-        log.warning("%s (the others are shown)", message)
+        problems.append(f"{message} (the others are shown)")
     if follower.skipped:
-        log.warning("%d lines in %s are no events, or were cut off: skipped", follower.skipped, folder)
-    return events
+        problems.append(f"{follower.skipped} lines in {folder} are no events, or were cut off: skipped")
+    return events, problems
 
 
 def _encode(event: Event) -> str:

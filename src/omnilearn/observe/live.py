@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REFRESH = 0.25  # seconds, on a terminal
 PLAIN_EVERY = 5.0  # seconds, elsewhere
+AROUND = 8  # lines of a terminal that are not workers
+NO_NEWS = 90.0  # seconds without an event after which it is said; three times the longest interval between two
 WIDEST_BAR = 40
 
 
@@ -37,6 +39,7 @@ class LiveView:
         epochs: int | None = None,
         target: float | None = None,
         console: Console | None = None,
+        plain_every: float = PLAIN_EVERY,
     ) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -47,7 +50,8 @@ class LiveView:
         self.console = console or Console(highlight=False)
         self._follower = Follower(folder)
         self._since = self._said = time.monotonic()
-        self._last_line = ""
+        self._last_line, self._plain_every = "", plain_every
+        self._news = time.monotonic()
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     def __enter__(self) -> LiveView:
@@ -68,20 +72,27 @@ class LiveView:
             self._say()
 
     def _read(self) -> None:
-        self.board.feed(self._follower.poll())
+        events = self._follower.poll()
+        if events:
+            self._news = time.monotonic()
+        self.board.feed(events)
         for worker, cores in zip(self.board.workers, self.cores or (), strict=False):
             worker.cores = cores
 
-    def update(self) -> None:
+    def update(self, show: bool = True) -> None:
         """Read what is new and show it."""
         self._read()
+        if not show:
+            return
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
-        elif time.monotonic() - self._said >= PLAIN_EVERY:
+        elif time.monotonic() - self._said >= self._plain_every:
             self._say()
 
     def _say(self) -> None:
         self._said = time.monotonic()
+        if not self.board.workers and not self.starting:
+            return
         line = self.line()
         if line != self._last_line:
             self.console.print(line, soft_wrap=True)
@@ -103,6 +114,8 @@ class LiveView:
         board = self.board
         head = Text(self.title, style="bold")
         if not board.workers:
+            if not self.starting:
+                return Group()
             seconds = time.monotonic() - self._since
             return Group(head, Text(f"  {self.starting} … {seconds:.0f} s", style="dim"))
         lines: list[Any] = [head, self._table(), Text("  " + " · ".join(self._progress()))]
@@ -118,7 +131,9 @@ class LiveView:
 
         utf8 = (self.console.encoding or "").lower().startswith("utf")
         full, empty = ("█", "░") if utf8 else ("#", ".")
-        places = [worker.place[:20] for worker in self.board.workers]
+        room = max(4, self.console.height - AROUND) if self.console.is_terminal else len(self.board.workers)
+        workers = _most_telling(self.board.workers, room)
+        places = [worker.place[:20] for worker in workers]
         width = max(10, min(WIDEST_BAR, self.console.width - 36 - max(map(len, places))))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("  worker", justify="right")
@@ -127,26 +142,46 @@ class LiveView:
         legend = f"computing {full} waiting {empty}"
         table.add_column(legend if len(legend) <= width else "compute/wait", width=width, no_wrap=True)
         table.add_column("samples/s", justify="right")
-        for worker, place in zip(self.board.workers, places, strict=True):
+        for worker, place in zip(workers, places, strict=True):
             bar = _bar(worker, width, full, empty)
             if worker.parked:
                 table.add_row(str(worker.rank), place, "–", bar, Text("parked", style="yellow"))
             else:
                 rate = f"{worker.rate:,.0f}" if worker.rows else ""
                 table.add_row(str(worker.rank), place, str(worker.batch), bar, rate)
+        hidden = len(self.board.workers) - len(workers)
+        if hidden:
+            table.add_row("…", Text(f"and {hidden} more", style="dim"), "", "", "")
         return table
 
     def _progress(self) -> list[str]:
         board = self.board
-        value = board.metric["accuracy"] if board.metric is not None else None
+        value = board.metric.get("accuracy") if board.metric is not None else None
         reached = value is not None and self.target is not None and value >= self.target
         most = f" of at most {self.epochs}" if self.epochs and not reached else ""
-        parts = [f"epoch {board.epoch + 1}{most}", f"step {board.step}"]
+        share = min((board.step - board.epoch_step) / board.epoch_steps, 1.0) if board.epoch_steps else None
+        done = f" ({share:.0%})" if share is not None and not board.ended else ""
+        parts = [f"epoch {board.epoch + 1}{most}{done}", f"step {board.step}"]
         if board.rate:
             parts.append(f"{board.rate:,.0f} samples/s")
-        if board.metric is not None:
+        if board.epoch_left is not None:
+            more = max((self.epochs or 0) - board.epoch - 1, 0) * board.epoch_steps * (board.step_time or 0.0)
+            left = words.duration(round(board.epoch_left + more))
+            parts.append(f"at most {left} left" if more else f"{left} left of the epoch")
+        if board.loss is not None:
+            parts.append(f"loss {board.loss:.4g}")
+        if board.gain is not None and board.gain > 1.05:
+            parts.append(f"{board.gain:.2g}× as fast as equal batches (predicted)")
+        late = [worker.staleness for worker in board.workers if worker.staleness is not None]
+        if late:
+            parts.append(f"staleness {sum(late) / len(late):.2g}")
+        silent = time.monotonic() - self._news
+        if silent > NO_NEWS and not board.ended:
+            parts.append(f"no news for {words.duration(round(silent))}: is it still running?")
+        if value is not None:
             wanted = f" of {self.target:g}" if self.target is not None and not reached else ""
-            after = f", reached in {board.metric['seconds']:.1f} s" if reached else ""
+            seconds = board.metric.get("seconds") if board.metric is not None else None
+            after = f", reached in {seconds:.1f} s" if reached and seconds is not None else ""
             parts.append(f"accuracy {value:.3f}{wanted}{after}")
         return parts
 
@@ -163,6 +198,14 @@ class LiveView:
         elif board.plan is not None:
             parts.append(f"plan: {words.reason(board.plan)}")
         return f"{self.title}: " + ", ".join(parts)
+
+
+def _most_telling(workers: Sequence[Worker], room: int) -> list[Worker]:
+    """As many as there is room for, in their order: those who wait least hold up the others."""
+    if len(workers) <= room:
+        return list(workers)
+    order = sorted(workers, key=lambda worker: -2.0 if worker.computing is None else -worker.computing)
+    return sorted(order[: room - 1], key=lambda worker: worker.rank)
 
 
 def _bar(worker: Worker, width: int, full: str, empty: str) -> Any:

@@ -35,12 +35,41 @@ def reason(plan: Event) -> str:
     return words
 
 
+def mark(event: Event) -> str:
+    """What happened beside the steps: out of memory, a fault, a checkpoint."""
+    worker, step = event.get("worker", event["rank"]), event.get("step")
+    at = f"step {step}: " if isinstance(step, int) else ""
+    if event["kind"] == "oom":
+        tried, then = event.get("samples"), event.get("micro_batch")
+        size = f" with {tried} samples at once" if tried else ""
+        return f"{at}worker {worker} ran out of memory{size}" + (f"; went on with {then}" if then else "")
+    if event["kind"] == "memory":
+        return f"{at}worker {worker} computes its {event.get('batch')} samples {event.get('micro_batch')} at a time"
+    if event["kind"] == "checkpoint":
+        return f"{at}checkpoint {event.get('what', 'saved')}"
+    detail = f" ({event['detail']})" if event.get("detail") else ""
+    return f"{at}worker {worker}: {event.get('what', 'fault')}{detail}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.4), duration(95), duration(7300)
+    ('7.4 s', '1:35 min', '2:01 h')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
+
+
 def workers(ranks: Sequence[int]) -> str:
     """
     >>> workers([0, 1, 2])
     'workers 0, 1 and 2'
     """
     named = [str(rank) for rank in ranks]
+    if len(named) > 8:
+        return f"{len(named)} workers"
     if len(named) < 2:
         return f"worker {named[0]}" if named else "nobody"
     return f"workers {', '.join(named[:-1])} and {named[-1]}"

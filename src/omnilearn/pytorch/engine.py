@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -92,6 +93,8 @@ class SyncEngine:
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._check = Finite(module, every_time=nonfinite == "skip")
         self._progress = _Progress()
+        self._told: torch.Tensor | None = None  # the loss for the events
+        self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
@@ -116,9 +119,12 @@ class SyncEngine:
 
     def begin_step(self, loader: TrainLoader) -> bool:
         idle = bool(self.membership.active) and not self.membership.takes_part
-        return self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
+        goes_on = self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
+        self._data, self._asked = 0.0, time.perf_counter()
+        return goes_on
 
     def enter(self, loader: TrainLoader, share: Share) -> bool:
+        self._data = time.perf_counter() - self._asked
         active = tuple(k for k, size in enumerate(share.sizes) if size)
         if active == self.membership.active:
             return True
@@ -152,6 +158,8 @@ class SyncEngine:
             self._complete, self.weight, self._own_weights = False, 0.0, False
             if not piece.last:
                 self.shortage.cut(piece)
+        else:
+            self._data += time.perf_counter() - self._asked
         self.reduce_with_next(piece.last)
         if self.shortage.step_cuts is None:  # omni.step does it for each part
             self.memory.begin(piece.samples)
@@ -165,10 +173,10 @@ class SyncEngine:
                 f"out of memory)"
             )
         if piece.last:
-            self.planner.record(piece.share.sizes, took_part=True)
+            self.planner.record(piece.share.sizes, True, self._data, self._told)
             loader.sampler.consumed(piece.share)
             self._progress.write(piece.share.step + 1)
-        self.piece = None
+        self.piece, self._asked = None, time.perf_counter()
 
     def end_epoch(self, loader: TrainLoader) -> bool:
         if not self._all_here(loader):
@@ -184,7 +192,7 @@ class SyncEngine:
         The two look the same from here, so nothing is said to the others yet.
         """
         if self.piece is not None and self._complete:
-            self.planner.record(self.piece.share.sizes, took_part=True)
+            self.planner.record(self.piece.share.sizes, True, self._data, self._told)
             loader.sampler.consumed(self.piece.share)
         self.memory.abandon()
         self._broken_off = self.piece
@@ -278,6 +286,7 @@ class SyncEngine:
                 self._reduce_first()
             if self._own_weights:
                 reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
+        self._told = self.planner.keep(self._loss)  # before the clock's mark: there when the step's time is read
         self.clock.reduced()
         self._complete = True
 
@@ -342,6 +351,8 @@ class SyncEngine:
         group = self.membership.talk(self.membership.active)
         losses = self.world.gather(float(loss), group) if group is not None else [float(loss)]
         told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.membership.active, losses, strict=True))
+        if self.rank == self.membership.active[0]:
+            self.events.write("fault", step=step, what="non-finite gradient", then=self.nonfinite, detail=told)
         if self.nonfinite == "raise":
             raise NonFiniteError(
                 f"the gradient of step {step} is not finite (losses: {told}): lower the learning rate, clip gradients, "

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,7 +23,7 @@ from omnilearn.cluster import resources
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Sampler
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.observe import EventLog
+from omnilearn.observe import EventLog, Tracker, track
 from omnilearn.pytorch import attempt, checkpoint
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
@@ -99,10 +100,13 @@ class OmniLearn:
             "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
         }  # fmt: skip
         self._world.agree("OmniLearn's options", options)
-        self._events = EventLog(log_dir or os.environ.get("OMNILEARN_LOG_DIR"), self.rank)
+        self.log_dir = log_dir or os.environ.get("OMNILEARN_LOG_DIR")
+        self._events = EventLog(self.log_dir, self.rank)
+        self._tracking = contextlib.ExitStack()
         if self.is_main:
             workers = [asdict(worker) for worker in self._world.resources]
-            self._events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
+            about = {"mode": mode, "backend": "pytorch", "options": options, "omnilearn": __version__}
+            self._events.write("run", **about, workers=workers)
         self._engine: SyncEngine | None = None
         self._loaders: list[TrainLoader] = []
         self._restored: dict[str, Any] | None = None
@@ -158,6 +162,13 @@ class OmniLearn:
     def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
         """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
         self._listeners.append(listener)
+
+    def track(self, tracker: Tracker) -> None:
+        """Have what the events say sent to ``tracker`` as it comes, from rank 0: W&B, MLflow (docs/observe.md)."""
+        if self.log_dir is None:
+            raise UsageError("track() needs events: give OmniLearn(log_dir=…), or start the script with omnilearn run")
+        if self.is_main:
+            self._tracking.enter_context(track(self.log_dir, tracker))
 
     # Setting up
 
@@ -395,6 +406,9 @@ class OmniLearn:
         errors = self._world.gather(error, group) if group is not None else [error]
         for message in filter(None, errors):
             raise UsageError(message)
+        if self.rank == workers[0]:
+            step = self._loaders[-1].sampler.step if self._loaders else engine.step
+            self._events.write("checkpoint", what="saved", step=step, path=os.fspath(folder))
         # A continued run begins with a new wrapper, whose first step adds up in another order: this run does the same.
         engine.membership.wrap()
 
@@ -427,6 +441,8 @@ class OmniLearn:
                 self._loaders[-1].restore(position)
             else:
                 self._restored = state
+        if self.is_main:
+            self._events.write("checkpoint", what="loaded", step=engine.step, path=os.fspath(folder))
         if self.rank in state["random"]:
             checkpoint.restore_random_state(state["random"][self.rank], self.device)
         return dict(state["extra"])
@@ -466,6 +482,7 @@ class OmniLearn:
 
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
+        self._tracking.close()
         for loader in self._loaders:
             loader.close()
         if self._engine is not None:
@@ -474,10 +491,14 @@ class OmniLearn:
 
     def _at_exit(self) -> None:
         """A script that does not close: the parked may still wait to hear that the others left the loop."""
+        uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # alone, nobody else has noted it
+        if not self._world.failed and uncaught is not None:
+            self._world.report_failure(uncaught)
         if not self._world.failed:
             self._world.timeout = min(self._world.timeout, AT_EXIT)
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self.close()
+        self._events.write("end", ok=False, error=self._world.error)
 
     def __enter__(self) -> OmniLearn:
         return self

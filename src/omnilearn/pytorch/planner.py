@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from omnilearn.data import Sampler
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.memory import Memory
+from omnilearn.pytorch.story import Story
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -62,6 +63,15 @@ class _Exchange:
         return self.begun + 1
 
 
+class _Row(NamedTuple):
+    """A step that was done: everybody's batches, and what the events say of this rank beside its timing."""
+
+    sizes: tuple[int, ...]
+    took_part: bool
+    data: float
+    loss: torch.Tensor | None
+
+
 class Planner:
     """Owns the policy's state. ``tick`` is called by every rank at the start of every step."""
 
@@ -79,12 +89,13 @@ class Planner:
         self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
-        self._rows: list[tuple[tuple[int, ...], bool]] = []  # sizes of a step, and whether this rank took part
+        self._rows: list[_Row] = []
         self._steps = 0
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
         self._alone_since = time.monotonic()
-        self._log_plan(0)
+        self._story = Story(self._events, world)
+        self._story.plan(self.state, 0)
         self._exchange: _Exchange | None = None
         self._pulse = _Pulse(str(world.device))
         # On CUDA the last step may still be running: its events are read with the next report.
@@ -101,10 +112,16 @@ class Planner:
         self._rows.clear()
         self._clock.clear()
 
-    def record(self, sizes: tuple[int, ...], took_part: bool) -> None:
-        """A step is over."""
+    def keep(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """A step's loss for ``record``, which reads it later; nothing where there are no events."""
+        return self._story.later(loss)
+
+    def record(
+        self, sizes: tuple[int, ...], took_part: bool, data: float = 0.0, loss: torch.Tensor | None = None
+    ) -> None:
+        """A step is over. ``data``: seconds in which this rank waited for its samples. ``loss``: what ``keep`` gave."""
         if self._world.size > 1 or self._events:
-            self._rows.append((sizes, took_part))
+            self._rows.append(_Row(sizes, took_part, data, loss))
         if self._world.size > 1:
             return
         if not self._events:
@@ -142,6 +159,7 @@ class Planner:
     def drain(self) -> None:
         """Wait for an exchange under way, and forget it."""
         self._log_rest(keep=0)
+        self._story.curves(self.state, self._logged, now=True)
         if self._exchange is not None:
             with contextlib.suppress(RuntimeError):
                 self._exchange.work.wait(self._world.timeout)
@@ -157,8 +175,8 @@ class Planner:
         self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
-        for i, (_, took_part) in enumerate(rows[: (len(sent) - HEADER) // 2]):
-            timing = self._clock.take() if took_part else None
+        for i, row in enumerate(rows[: (len(sent) - HEADER) // 2]):
+            timing = self._clock.take() if row.took_part else None
             self._steps += 1
             if timing is not None and self._steps > WARM_UP:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
@@ -169,7 +187,7 @@ class Planner:
         answers = [torch.empty_like(sent) for _ in range(self._world.size)]
         with self._world.naming_the_culprit("exchanging timings"):
             work = dist.all_gather(answers, sent, group=self._world.control, async_op=True)
-        self._exchange = _Exchange(step, [sizes for sizes, _ in rows], sent, answers, work)
+        self._exchange = _Exchange(step, [row.sizes for row in rows], sent, answers, work)
         self._reported = step
         if idle:  # nobody waits for what is found: it goes out with the next exchange
             self._pulse.look()
@@ -196,7 +214,8 @@ class Planner:
                 sampler.schedule(self.state.plan.batches, exchange.due + horizon)
                 self._notify(self.state.plan, exchange.due + horizon)
             if self.state.plan.reason != before.reason or self.state.plan.batches != before.batches:
-                self._log_plan(exchange.due + horizon)
+                self._story.plan(self.state, exchange.due + horizon)
+            self._story.curves(self.state, exchange.due)
         self._next = exchange.begun + max(self.state.interval, 1)
         return None
 
@@ -210,34 +229,22 @@ class Planner:
 
     # What goes into the events
 
-    def _log_plan(self, step: int) -> None:
-        if self._world.is_main:
-            plan = self.state.plan
-            self._events.write(
-                "plan",
-                step=step,
-                batches=plan.batches,
-                parked=plan.parked,
-                reason=plan.reason,
-                predicted=plan.predicted,
-                instead_of=plan.instead_of,
-            )
-
     def _log_rest(self, keep: int) -> None:
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
-        timings = [self._clock.take() if took_part else None for _, took_part in rows]
+        timings = [self._clock.take() if row.took_part else None for row in rows]
         if rows and self._events:
             self._log_steps(rows, [t.busy if t else 0.0 for t in timings], [t.wait if t else 0.0 for t in timings])
         self._logged += len(rows)
 
-    def _log_steps(self, rows: list[tuple[tuple[int, ...], bool]], busy: list[float], wait: list[float]) -> None:
-        self._events.write(
-            "steps",
-            step=self._logged,
-            batch=[sizes[self._world.rank] for sizes, _ in rows],
+    def _log_steps(self, rows: list[_Row], busy: list[float], wait: list[float]) -> None:
+        self._story.steps(
+            self._logged,
+            batch=[row.sizes[self._world.rank] for row in rows],
             busy=[round(seconds, 6) for seconds in busy],
             wait=[round(seconds, 6) for seconds in wait],
+            data=[round(row.data, 6) if seconds else 0.0 for row, seconds in zip(rows, busy, strict=True)],
+            loss=[None if row.loss is None else float(f"{float(row.loss):.6g}") for row in rows],
         )
 
 

@@ -39,7 +39,7 @@ class World:
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
         self.timeout = timeout
         self.control: Any = None
-        self.failed = False  # this process ends with an error
+        self.failed, self.error = False, ""  # whether this process ends with an error, and which
         self.explain: Callable[[BaseException], str] = lambda error: ""  # what to do about it; the engine knows
         self._owned = False
         if self.size > 1:
@@ -134,7 +134,7 @@ class World:
 
     def report_failure(self, error: BaseException) -> None:
         """Leave a note for the peers. The first failure is the one they will name."""
-        self.failed = True
+        self.failed, self.error = True, f"{type(error).__name__}: {error}"
         advice = self.explain(error)
         if advice:
             log.error("%s", advice)
