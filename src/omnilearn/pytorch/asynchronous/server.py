@@ -1,0 +1,660 @@
+"""The asynchronous server: answers every worker on its own, one update after the other under one lock.
+
+An answer's parameters are copied under that lock, so that they are of one version; sending and receiving happen outside
+of it, in one thread per worker. Workers wait for each other at the end of an epoch, in what they do together between
+epochs, and under the ``bounded`` rule; nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from omnilearn import __version__
+from omnilearn.cluster.resources import Resources
+from omnilearn.control import judge_staleness, lr_factor
+from omnilearn.data.leases import Lease, Leases
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.observe import EventLog
+from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.layout import all_finite
+from omnilearn.pytorch.asynchronous.owner import Owner, is_scheduler
+from omnilearn.pytorch.asynchronous.planning import Planning
+from omnilearn.pytorch.asynchronous.wire import Header, Pair
+
+log = logging.getLogger("omnilearn")
+
+PATIENCE = 5.0
+"""A worker is given this many times its last step's time, where that is more than the lease timeout."""
+START = 60.0
+"""Seconds that the first epoch waits for the workers that were started together."""
+LOG_EVERY = 0.5
+KEPT = 16
+"""Outcomes of meetings that are kept for those who come late."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    global_batch: int
+    minimum: int
+    staleness: str
+    threshold: int | None
+    lr_scaling: str
+    lease_timeout: float
+    timeout: timedelta
+    expected: int
+    seed: int
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker, as the server knows it."""
+
+    rank: int
+    where: str
+    resources: Resources
+    pair: Pair
+    inbox: torch.Tensor  # its gradients, flags and buffers; answers are sent from the same memory
+    gradients: list[torch.Tensor]
+    flags: torch.Tensor
+    theirs: torch.Tensor
+    numbers: list[torch.Tensor]
+    epoch: int | None = None  # the last one it began
+    meetings: int = 0  # since then
+    generation: int = 0  # of its leases
+    held: deque[Lease] = field(default_factory=deque)
+    buffers: torch.Tensor | None = None
+    heard: float = field(default_factory=time.monotonic)
+    pace: float = 0.0  # seconds of its last step
+    steps: int = 0
+    told: int = -1  # the plan it was told
+    left: bool = False  # it broke out of the epoch's loop
+    lost: bool = False  # silent for too long: its leases were given back
+    busy: bool = False  # its message is being answered
+
+
+@dataclass
+class Meeting:
+    """Something that all workers do together between epochs: what each brought, and what came of it."""
+
+    brought: dict[int, Any] = field(default_factory=dict)
+    outcome: Any = None
+    over: bool = False
+
+
+class Server:
+    def __init__(
+        self, owner: Owner, planning: Planning, settings: Settings, events: EventLog, options: dict[str, Any]
+    ) -> None:
+        self.owner, self.planning, self.settings, self.events = owner, planning, settings, events
+        self._options: dict[str, Any] | None = options  # for the events; None: written
+        self.lock = threading.Condition()
+        self.members: dict[int, Member] = {}
+        self.joined = 0
+        self.unclean = False  # the last one who left did so without a word
+        self._gone: set[int] = set()  # ranks that left with a word: their place as the main worker stays theirs
+        self.epoch, self.over = -1, True
+        self.data: dict[str, Any] = {}
+        self.leases: Leases | None = None
+        self._restored: list[tuple[int, int]] = []
+        self._saved: dict[str, int] = {}  # what the data must be for the restored ranges
+        self.consumed = 0  # samples, over all epochs
+        self.final: tuple[torch.Tensor, torch.Tensor] = owner.values, owner.buffers
+        self._began = time.monotonic()
+        self._meetings: dict[tuple[int, int], Meeting] = {}
+        self._said: dict[int, dict[int, Any]] = {}
+        self._updates: list[tuple[int, int, float, int]] = []
+        self._logged, self._logged_plan = time.monotonic(), -1
+        self.on_progress: Callable[[int], None] = lambda step: None
+
+    # Members
+
+    def member(self, rank: int, where: str, resources: Resources, pair: Pair) -> Member:
+        """A worker that has connected, with the memory for what it will send."""
+        layout = self.owner.portrait
+        values, flags, rest = layout.values.size, layout.values.count, layout.rest.size
+        inbox = torch.zeros(values + flags + rest, dtype=torch.uint8)
+        numbers = inbox[:values]
+        return Member(
+            rank, where, resources, pair, inbox,
+            gradients=layout.values.views(numbers),
+            flags=inbox[values : values + flags],
+            theirs=inbox[values + flags :],
+            numbers=layout.values.stretches(numbers),
+        )  # fmt: skip
+
+    def welcome(self, m: Member) -> tuple[Header, Sequence[torch.Tensor]]:
+        """Let a new worker in: it is planned for from now on, and gets the whole model. Or say why not."""
+        with self.lock:
+            try:
+                if m.rank in self.members:
+                    raise UsageError(f"rank {m.rank} is here already")
+                self.planning.roster({**self._present(), m.rank: m.resources})
+            except OmniLearnError as error:
+                return self._with_note(Header(wire.FAILED), [], {"error": str(error)})
+            self.members[m.rank] = m
+            m.steps = self._slowest(m)
+            self.joined += 1
+            self._note_plan()
+            self.lock.notify_all()
+            return self._all_of_it(m, {"next": self.epoch + self.over})
+
+    def _all_of_it(self, m: Member, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        header, parts = self._reply(m, note=note)
+        header["parts"] |= wire.VALUES | wire.BUFFERS | wire.FROZEN
+        owned = [self.owner.values, self.owner.buffers, self.owner.frozen]
+        return header, [*(part.clone() for part in owned if len(part)), *parts]
+
+    def _present(self) -> dict[int, Resources]:
+        return {m.rank: m.resources for m in self.members.values() if not m.lost}
+
+    def leave(self, member: Member, clean: bool = False) -> None:
+        with self.lock:
+            if self.members.get(member.rank) is not member:
+                return
+            del self.members[member.rank]
+            self.unclean = not clean
+            if clean:
+                self._gone.add(member.rank)
+            self._take_back(member)
+            self._replan()
+            self._check_epoch()
+            self.lock.notify_all()
+
+    def _replan(self) -> None:
+        """Plan for those who are here, where that can be done; else as before."""
+        try:
+            self.planning.roster(self._present())
+        except InfeasibleError as error:
+            log.warning("the plan is kept, as none can be made for the %d workers left: %s", len(self.members), error)
+        self._note_plan()
+
+    def _take_back(self, member: Member) -> int:
+        member.held.clear()
+        member.generation += 1
+        return self.leases.give_back(member.rank) if self.leases is not None else 0
+
+    def check_silence(self) -> None:
+        """Leases of workers not heard of for too long are given out again."""
+        with self.lock:
+            for m in self.members.values():
+                limit = max(self.settings.lease_timeout, PATIENCE * m.pace)
+                if m.held and not m.busy and not m.lost and time.monotonic() - m.heard > limit:
+                    m.lost = True
+                    samples = self._take_back(m)
+                    log.warning(
+                        "nothing was heard of rank %d (%s) for %.0f s: its %d samples are given out again",
+                        m.rank, m.where, limit, samples,
+                    )  # fmt: skip
+                    self._replan()
+                    self._check_epoch()
+                    self.lock.notify_all()
+            self._write_updates(all_of_them=False)
+
+    @property
+    def main(self) -> int:
+        """The lowest rank; the next one takes over only where it died."""
+        return min(self._gone.union(self.members), default=0)
+
+    # A worker's thread
+
+    def serve(self, member: Member) -> None:
+        clean = False
+        try:
+            while not clean:
+                header = member.pair.receive_header(tuple(wire.NAMES), self.settings.timeout)
+                note = self._receive(member, header)
+                with self.lock:
+                    member.busy = True
+                    self._welcome_back(member)
+                answer, parts = self._answer(member, header, note)
+                member.pair.send(answer, parts)
+                clean = header["kind"] == wire.BYE
+                with self.lock:
+                    member.busy, member.heard = False, time.monotonic()
+        except wire.Disconnected as error:
+            log.warning("rank %d (%s) is gone: %s", member.rank, member.where, error)
+        except wire.Nonsense as error:
+            log.warning("rank %d (%s) sent nonsense, and is disconnected: %s", member.rank, member.where, error)
+        finally:
+            self.leave(member, clean)
+            member.pair.close()
+
+    def _receive(self, member: Member, header: Header) -> Any:
+        """The parts of a request, checked before they are received."""
+        kind, parts = header["kind"], header["parts"]
+        wanted = {wire.PUSH: wire.VALUES | wire.FLAGS | wire.BUFFERS, wire.END: wire.BUFFERS, wire.LEAVE: wire.BUFFERS}
+        if parts & ~wire.NOTE != wanted.get(kind, 0):
+            raise wire.Nonsense(f"parts {parts} with a {wire.NAMES[kind]}")
+        if kind == wire.PUSH:
+            member.pair.receive([member.inbox])
+        elif kind in wanted and len(member.theirs):
+            member.pair.receive([member.theirs])
+        if kind in wanted and len(member.theirs):
+            member.buffers = member.theirs.clone()
+        return member.pair.receive_note(header)
+
+    def _welcome_back(self, member: Member) -> None:
+        if member.lost:
+            member.lost = False
+            member.steps = max(member.steps, self._slowest(member))
+            self._replan()
+            log.warning("rank %d (%s) is back", member.rank, member.where)
+
+    def _answer(self, member: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        act = {
+            wire.PUSH: self._push, wire.PULL: self._pull, wire.BEGIN: self._begin, wire.END: self._end,
+            wire.LEAVE: self._leave, wire.MEET: self._meet, wire.SAY: self._say, wire.SAVE: self._save,
+            wire.LOAD: self._load, wire.BYE: self._bye,
+        }[header["kind"]]  # fmt: skip
+        try:
+            if header["rates"]:
+                with self.lock:
+                    self.owner.set_learning_rates(header.learning_rates)
+            with self.lock:
+                self.owner.schedule(self.epoch if member.epoch is None else member.epoch, header.scheduled)
+            return act(member, header, note)
+        except wire.Nonsense:
+            raise
+        except Exception as error:  # theirs to handle; the server goes on for the others
+            if not isinstance(error, OmniLearnError):
+                log.exception("rank %d's %s failed", member.rank, wire.NAMES[header["kind"]])
+            text = str(error) if isinstance(error, OmniLearnError) else f"{type(error).__name__}: {error}"
+            with self.lock:
+                return self._reply(member, wire.FAILED, note={"error": text})
+
+    def _reply(
+        self,
+        m: Member,
+        kind: int = wire.OK,
+        *,
+        grant: int = 0,
+        values: bool = False,
+        held: float = 0.0,
+        note: Any = None,
+    ) -> tuple[Header, list[torch.Tensor]]:
+        """An answer, with leases, the current parameters and the plan where it is new. The lock is held."""
+        header = Header(kind, version=self.owner.version, generation=m.generation, held=held)
+        header["workers"], header["main"] = len(self.members), self.main
+        header["epoch"], header["over"] = -1 if m.epoch is None else m.epoch, self._is_over(m)
+        header.ranges = [(lease.start, lease.stop) for lease in self._grant(m, grant)]
+        header["batch"] = self.planning.batch(m.rank)
+        header.learning_rates = self.owner.learning_rates
+        parts: list[torch.Tensor] = []
+        if values:
+            size = len(self.owner.values)
+            m.inbox[:size].copy_(self.owner.values)
+            header["parts"] = wire.VALUES
+            parts += [m.inbox[:size]] if size else []
+        if m.told != self.planning.changes and kind != wire.FAILED:
+            m.told, plan = self.planning.changes, self.planning.by_rank
+            note = {**(note or {}), "plan": [list(plan.batches), plan.reason, plan.predicted, plan.instead_of]}
+        return self._with_note(header, parts, note)
+
+    @staticmethod
+    def _with_note(header: Header, parts: list[torch.Tensor], note: Any) -> tuple[Header, list[torch.Tensor]]:
+        if note is not None:
+            parts.append(wire.encode(note))
+            header["note"], header["parts"] = len(parts[-1]), header["parts"] | wire.NOTE
+        return header, parts
+
+    # Gradients
+
+    def _push(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        finite, held = all_finite(m.numbers), 0.0
+        with self.lock:
+            m.pace = header["seconds"] or m.pace
+            status = self._use(m, header, finite)
+            if self.settings.staleness == "bounded" and status == wire.OK:
+                since = time.monotonic()
+                while self._judge(m, 0).wait and not self._is_over(m):
+                    self._wait("the slowest worker", since)
+                held = time.monotonic() - since
+            return self._reply(m, status, grant=1, values=True, held=held)
+
+    def _use(self, m: Member, header: Header, finite: bool) -> int:
+        """Apply a gradient, or say why not."""
+        count, samples = header["leases"], header["samples"]
+        if header["generation"] != m.generation:
+            log.warning("a late gradient of rank %d (%s) is dropped: others have its samples", m.rank, m.where)
+            return wire.LATE
+        if not 0 < count <= len(m.held) or sum(m.held[i].size for i in range(count)) != samples:
+            raise wire.Nonsense(f"a gradient of {samples} samples in {count} leases, where it holds {list(m.held)}")
+        staleness = self.owner.version - header["version"]
+        if staleness < 0:
+            raise wire.Nonsense(f"a gradient for version {header['version']}, the server is at {self.owner.version}")
+        status, weight = wire.OK, 0.0
+        if not finite:
+            status = wire.NOT_FINITE
+            log.warning("a gradient of rank %d (%s) is not finite, and is refused", m.rank, m.where)
+        else:
+            weight = self._judge(m, staleness).weight
+            if weight:
+                factor = lr_factor(self.settings.lr_scaling, samples / count, self.planning.mean_share)
+                self.owner.apply(m.gradients, m.flags.tolist(), weight * factor)
+            else:
+                status = wire.DISCARDED
+        self._finish(m, count)
+        m.steps += 1
+        self._updates.append((m.rank, staleness, weight, samples))
+        self.planning.record(m.rank, header["batch"], header["seconds"])
+        self._note_plan()
+        self._write_updates(all_of_them=False)
+        self.lock.notify_all()
+        return status
+
+    def _judge(self, m: Member, staleness: int) -> Any:
+        threshold = self.settings.threshold
+        if threshold is None:
+            threshold = 2 * max(len(self.members), 1)
+        return judge_staleness(self.settings.staleness, staleness, max(m.steps - self._slowest(m), 0), threshold)
+
+    def _slowest(self, m: Member) -> int:
+        """Steps of the worker that has made fewest, among those that compute."""
+        steps = [o.steps for o in self.members.values() if o is not m and o.held and not o.lost]
+        return min(steps, default=m.steps)
+
+    def _finish(self, m: Member, count: int) -> None:
+        for _ in range(count):
+            lease = m.held.popleft()
+            if self.leases is not None and self.leases.finish(m.rank, lease):
+                self.consumed += lease.size
+        self.on_progress(self.consumed // self.settings.global_batch)
+        self._check_epoch()
+
+    def _grant(self, m: Member, count: int) -> list[Lease]:
+        granted: list[Lease] = []
+        while self.leases is not None and not self._is_over(m) and not m.left and len(granted) < count:
+            lease = self.leases.take(m.rank, self.planning.batch(m.rank))
+            if lease is None:
+                break
+            granted.append(lease)
+        m.held.extend(granted)
+        return granted
+
+    def _pull(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        with self.lock:
+            return self._reply(m, grant=1, values=header["version"] != self.owner.version)
+
+    # Epochs
+
+    def _is_over(self, m: Member) -> bool:
+        return m.epoch is None or m.epoch < self.epoch or self.over
+
+    def _begin(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        """The next epoch of this worker; who comes first opens it."""
+        data = {key: int(note[key]) for key in ("size", "usable", "shuffle", "seed")}
+        with self.lock:
+            self._await_start()
+            if m.epoch is None:
+                wanted = self.epoch + self.over
+            else:
+                wanted = m.epoch + 1
+            since = time.monotonic()
+            while wanted > self.epoch and not self.over:
+                m.left = True
+                self._check_epoch()
+                self._wait("the others to end the epoch", since)
+            if wanted > self.epoch:
+                self._open(wanted, data)
+            elif wanted == self.epoch and data != self.data:
+                raise UsageError(f"this worker's data are {data}, the others' {self.data}: use the same everywhere")
+            m.epoch, m.meetings, m.left = wanted, 0, False
+            self._said.clear()
+            return self._reply(m, grant=min(int(note["depth"]), wire.MOST_LEASES), values=True)
+
+    def _await_start(self) -> None:
+        """Those who were started together begin together, unless one does not come."""
+        deadline = self._began + START
+        while self.joined < self.settings.expected and time.monotonic() < deadline:
+            self.lock.wait(0.1)
+
+    def _open(self, epoch: int, data: dict[str, Any]) -> None:
+        done, saved = self._restored, self._saved
+        for key in saved:
+            if saved[key] != data[key]:
+                raise UsageError(
+                    f"the position was saved with {key} {saved[key]}, the data have {key} {data[key]}: it would repeat "
+                    f"some samples and miss others: restore with the same {key}, or start anew"
+                )
+        self._restored, self._saved = [], {}
+        self._note_run()
+        self.leases = Leases(data["usable"], epoch, minimum=self.settings.minimum, done=done)
+        self.epoch, self.over, self.data = epoch, False, data
+        steps = -(-data["usable"] // self.settings.global_batch)
+        self.events.write("epoch", epoch=epoch, step=self.consumed // self.settings.global_batch, steps=steps)
+        self._check_epoch()
+
+    def _check_epoch(self) -> None:
+        """End the epoch where all of it is used, or where everybody has left it."""
+        if self.over or self.leases is None:
+            return
+        inside = [m for m in self.members.values() if m.epoch == self.epoch and not m.lost]
+        if self.leases.over or (inside and all(m.left for m in inside)):
+            self.over = True
+            self._average_buffers()
+            self.final = self.owner.values.clone(), self.owner.buffers.clone()
+            self._write_updates(all_of_them=True)
+            self.lock.notify_all()
+
+    def _average_buffers(self) -> None:
+        self.owner.average_buffers([m.buffers for m in self.members.values() if m.buffers is not None])
+
+    def _end(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        """This worker has nothing left to do: it gets what others gave back, or the epoch's end."""
+        with self.lock:
+            since = time.monotonic()
+            if header["generation"] == m.generation:
+                self._finish(m, len(m.held))  # batches that the loop made no step for
+            while not self._is_over(m):
+                assert self.leases is not None
+                if self.leases.free:
+                    return self._reply(m, grant=1, values=True)
+                self._wait("the last gradients of the epoch", since)
+            return self._ending(m)
+
+    def _leave(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        with self.lock:
+            since = time.monotonic()
+            m.left = True
+            self._take_back(m)
+            self._check_epoch()
+            self.lock.notify_all()
+            while not self._is_over(m):
+                self._wait("the others to end the epoch", since)
+            return self._ending(m)
+
+    def _ending(self, m: Member) -> tuple[Header, Sequence[torch.Tensor]]:
+        """The same parameters and buffers for everybody, whatever the others do by now."""
+        m.buffers = None
+        header, parts = self._reply(m)
+        header["parts"] |= wire.VALUES | wire.BUFFERS
+        return header, [self.final[0], *([self.final[1]] if len(self.final[1]) else []), *parts]
+
+    def _wait(self, what: str, since: float) -> None:
+        self.lock.wait(0.5)
+        if time.monotonic() - since > self.settings.timeout.total_seconds():
+            raise UsageError(f"waited {self.settings.timeout.total_seconds():g} s for {what}")
+
+    # Together, between epochs
+
+    def _together(self, m: Member, brought: Any, act: Callable[[dict[int, Any]], Any]) -> Any:
+        """What ``act`` makes of what everybody brings, the same for all. Called with the lock held."""
+        if m.epoch is None:
+            self._await_start()
+            if any(o.epoch is not None for o in self.members.values()):
+                return act({m.rank: brought})  # it has just come, the others are in the middle of it
+        key = (-1 if m.epoch is None else m.epoch, m.meetings)
+        m.meetings += 1
+        meeting = self._meetings.setdefault(key, Meeting())
+        since = time.monotonic()
+        if not meeting.over:
+            meeting.brought[m.rank] = brought
+        self.lock.notify_all()
+        while not meeting.over:
+            awaited = [
+                o for o in self.members.values()
+                if o.rank not in meeting.brought and not o.lost
+                and (o.epoch is not None or key[0] < 0) and (-1 if o.epoch is None else o.epoch, o.meetings) <= key
+            ]  # fmt: skip
+            if awaited:
+                self._wait(f"rank {', '.join(str(o.rank) for o in awaited)} to do the same", since)
+                continue
+            try:
+                meeting.outcome = act(meeting.brought)
+            except OmniLearnError as error:
+                meeting.outcome = error
+            meeting.over = True
+            for old in sorted(self._meetings)[:-KEPT]:
+                del self._meetings[old]
+            self.lock.notify_all()
+        if isinstance(meeting.outcome, OmniLearnError):
+            raise meeting.outcome
+        return meeting.outcome
+
+    def _meet(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        """Everybody's values, by rank, and how fast each of them is."""
+
+        def table(brought: dict[int, Any]) -> Any:
+            ranks = sorted(brought)
+            return {"ranks": ranks, "values": [brought[rank] for rank in ranks], "speeds": self.planning.rates(ranks)}
+
+        with self.lock:
+            return self._reply(m, note={"met": self._together(m, note, table)})
+
+    def _say(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        """Inside the loop nobody waits: what each worker last said under this number."""
+        with self.lock:
+            said = self._said.setdefault(int(note["number"]), {})
+            said[m.rank] = note["value"]
+            return self._reply(m, note={"said": [value for rank, value in said.items() if rank in self.members]})
+
+    def _save(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        with self.lock:
+            if note["together"]:
+                self._together(m, note, self._write)
+                return self._reply(m)
+            state = self._checkpoint({m.rank: note})
+        checkpoint.write(note["folder"], state)
+        with self.lock:
+            return self._reply(m)
+
+    def _write(self, brought: dict[int, Any]) -> None:
+        folder = brought[min(brought)]["folder"]
+        try:
+            checkpoint.write(folder, self._checkpoint(brought))
+        except Exception as error:
+            raise UsageError(f"the server cannot write a checkpoint to {folder}: {error}") from error
+
+    def _checkpoint(self, brought: dict[int, Any]) -> dict[str, Any]:
+        """The same as the synchronous engine saves. A position has no gaps there: what is used beyond the first
+        gap goes into ``ahead``, which a synchronous run does not know and so repeats."""
+        self._average_buffers()
+        state, main = self.owner.pack(), brought[min(brought)]
+        for i, own in main["local"].items():
+            state["others"][i] = own
+        position = None
+        if self.data and self.leases is not None:
+            offset, ahead = self.leases.position
+            if self.over:
+                offset, ahead = self.data["size"], []
+            position = {
+                "version": 1, "size": self.data["size"], "seed": self.data["seed"],
+                "shuffle": bool(self.data["shuffle"]), "epoch": self.epoch, "offset": offset,
+                "step": self.consumed // self.settings.global_batch, "ahead": ahead, "usable": self.data["usable"],
+            }  # fmt: skip
+        return {
+            **state,
+            "sampler": position,
+            "policy": self.planning.saved(),
+            "random": {rank: theirs["random"] for rank, theirs in brought.items()},
+            "global_batch": self.settings.global_batch,
+            "extra": main["extra"],
+        }
+
+    def _load(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        with self.lock:
+            state = self._together(m, note, self._read)
+            local = {i: state["others"][i] for i, o in enumerate(self.owner.others) if not is_scheduler(o)}
+            content = {"extra": state["extra"], "random": state["random"].get(m.rank), "local": local,
+                       "next": self.epoch + self.over}  # fmt: skip
+            return self._all_of_it(m, content)
+
+    def _read(self, brought: dict[int, Any]) -> dict[str, Any]:
+        folder = brought[min(brought)]["folder"]
+        state = checkpoint.read(folder)
+        if any(o.epoch is not None for o in self.members.values()):
+            return state  # who comes late gets what was saved beside the model, and the model as it is now
+        try:
+            self.owner.unpack(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
+        self.planning.restore(state["policy"])
+        self._note_plan()
+        position = state["sampler"]
+        if position:
+            self.restore(position)
+        return state
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Go on at a saved position with the next epoch that is begun."""
+        size, offset = position["size"], position["offset"]
+        self.epoch, self.over, self.leases = position["epoch"], offset >= size, None
+        self.consumed = position["step"] * self.settings.global_batch
+        self.data = {}
+        if not self.over:
+            self._restored = [(0, offset), *(tuple(done) for done in position.get("ahead", []))]
+            self._saved = {key: int(position[key]) for key in ("size", "seed", "shuffle")}
+            self.epoch, self.over = self.epoch - 1, True  # it is opened again, with the finished part left out
+
+    def _bye(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+        with self.lock:
+            return self._reply(m)
+
+    # Events
+
+    def _note_run(self) -> None:
+        """Once, when the first epoch begins and the workers are known."""
+        if self._options is None:
+            return
+        mode, options = self._options["mode"], {k: v for k, v in self._options.items() if k != "mode"}
+        workers = [asdict(m.resources) for _, m in sorted(self.members.items())]
+        self._options, self._logged_plan = None, -1
+        self.events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
+        self._note_plan()
+
+    def _note_plan(self) -> None:
+        if self._options is not None:
+            return
+        if self.planning.changes == self._logged_plan or not self.members:
+            return
+        self._logged_plan, plan = self.planning.changes, self.planning.by_rank
+        self.events.write(
+            "plan", step=self.consumed // self.settings.global_batch, batches=plan.batches, parked=[],
+            reason=plan.reason, predicted=plan.predicted, instead_of=plan.instead_of,
+        )  # fmt: skip
+
+    def _write_updates(self, all_of_them: bool) -> None:
+        now = time.monotonic()
+        if not self._updates or not (all_of_them or now - self._logged > LOG_EVERY):
+            return
+        workers, staleness, weights, samples = zip(*self._updates, strict=True)
+        self._updates, self._logged = [], now
+        self.events.write(
+            "updates", version=self.owner.version, step=self.consumed // self.settings.global_batch, worker=workers,
+            staleness=staleness, weight=[round(weight, 4) for weight in weights], batch=samples,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        with self.lock:
+            self._write_updates(all_of_them=True)
+            self.events.close()
