@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from omnilearn import OmniLearn, OmniLearnError
+from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
-from tests.integration.asynchronous import Counter, Crew, OneHot, count_epochs, counting, crew, uses
+from tests.integration.asynchronous import Counter, Crew, count_epochs, counting, crew, uses
 
 SIZE = 96
 
@@ -132,8 +135,6 @@ def test_when_the_server_dies_the_workers_stop(tmp_path: Path) -> None:
             assert team.processes[f"worker {rank}"].exitcode == 1
             assert "PeerFailure: the server at 127.0.0.1" in team.said(f"worker {rank}")
             assert "last checkpoint" in team.said(f"worker {rank}")
-        from omnilearn.pytorch import checkpoint
-
         assert checkpoint.read(tmp_path / "checkpoint")["extra"] == {"epoch": 0}
 
 
@@ -186,11 +187,7 @@ def test_join_late_past_a_peer_that_speaks_garbage(tmp_path: Path) -> None:
 
 
 def other_model(folder: Path, address: str) -> str:
-    from omnilearn import OmniLearn, OmniLearnError
-
     omni = OmniLearn(24, mode="async", policy="uniform", lr_scaling="none", timeout=60, join=address)
-    import torch
-
     model = Counter(SIZE + 1)
     try:
         omni.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -200,8 +197,6 @@ def other_model(folder: Path, address: str) -> str:
 
 
 def test_no_server_is_said_plainly() -> None:
-    from omnilearn import OmniLearn, OmniLearnError
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -209,7 +204,3 @@ def test_no_server_is_said_plainly() -> None:
             OmniLearn(24, mode="async", join=address)
     with pytest.raises(OmniLearnError, match="give HOST:PORT"):
         OmniLearn(24, mode="async", join="nowhere")
-
-
-def test_one_hot_data_are_what_they_say() -> None:
-    assert OneHot(3)[1].tolist() == [0, 1, 0]

@@ -394,11 +394,11 @@ class _Memory:
         self._portrait = portrait = Portrait(module)
         self.trainable, self._device = portrait.trainable, device
         on_card = device.type != "cpu"
-        values, flags, rest = portrait.values.size, portrait.values.count, portrait.rest.size
+        values, flags, rest = portrait.values.size, portrait.flags, portrait.rest.size
         self._values = portrait.values.empty(device)
         self._arrived = portrait.values.empty(pin=True) if on_card else self._values
         self._outbox = torch.zeros(values + flags + rest, dtype=torch.uint8, pin_memory=on_card)
-        self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + flags]
+        self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
         self._rest = self._outbox[values + flags :]
         self._staged = portrait.values.empty(device) if on_card else self._numbers
         self._gradients = portrait.values.views(self._staged)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -36,7 +36,7 @@ from omnilearn.pytorch.omni import AT_EXIT, OmniLearn
 from omnilearn.pytorch.world import World
 
 HOST, JOIN = "OMNILEARN_SERVER_HOST", "OMNILEARN_JOIN"
-_runs = itertools.count()
+_runs: Counter[tuple[str | None, ...]] = Counter()
 """Tells several OmniLearn objects of one job apart: all ranks make them in the same order."""
 
 
@@ -46,7 +46,7 @@ class AsyncOmniLearn(OmniLearn):
     def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
         """Nobody is met: a worker only ever talks to the server. Who joins gets its rank from it."""
         world = World(device, timeout, alone=True)
-        self._run, self._address = next(_runs), join or os.environ.get(JOIN)
+        self._address = join or os.environ.get(JOIN)
         if self._address:
             world.rank = process.ask(self._address, {"want": "rank"})["rank"]
         return world
@@ -139,7 +139,9 @@ class AsyncOmniLearn(OmniLearn):
         else:
             store, _, _ = next(dist.rendezvous("env://", timeout=self._world.timeout))
         self._store = store  # where rank 0 hosts it, it must not end with this function
-        key = f"omnilearn/async/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self._run}"
+        job = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+        _runs[job] += 1
+        key = f"omnilearn/async/{job[-1]}/{_runs[job]}"
         if self._world.rank == 0:
             meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             host = os.environ.get(HOST) or local_address(meeting) or "127.0.0.1"

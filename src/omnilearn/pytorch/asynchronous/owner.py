@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnilearn.pytorch.asynchronous.layout import Layout
+from omnilearn.pytorch.asynchronous.layout import ALIGNMENT, Layout
 
 
 class Portrait:
@@ -26,6 +26,7 @@ class Portrait:
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.buffers = list(module.buffers())
         self.values, self.rest, self.fixed = Layout(self.trainable), Layout(self.buffers), Layout(self.frozen)
+        self.flags = -(-self.values.count // ALIGNMENT) * ALIGNMENT  # bytes; which gradients there are
 
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All of it in main memory, flat."""

@@ -160,6 +160,9 @@ class _Door:
                     joining = self._let_in(visitor, where)
                 except OmniLearnError as error:
                     log.warning("a worker from %s was not let in: %s", where, error)
+                    with self.server.lock:
+                        self.server.refused += 1
+                        self.server.lock.notify_all()
                     _say(visitor, {"error": str(error)})
                     return
             member = self._connect(joining, where) if joining else None

@@ -68,8 +68,9 @@ class Member:
     flags: torch.Tensor
     theirs: torch.Tensor
     numbers: list[torch.Tensor]
-    epoch: int | None = None  # the last one it began
-    meetings: int = 0  # since then
+    epoch: int | None = None  # the one it is in, or was in last; None: it joined late, and has begun none
+    begun: bool = False
+    meetings: int = 0  # since it began the epoch
     generation: int = 0  # of its leases
     held: deque[Lease] = field(default_factory=deque)
     buffers: torch.Tensor | None = None
@@ -99,7 +100,7 @@ class Server:
         self._options: dict[str, Any] | None = options  # for the events; None: written
         self.lock = threading.Condition()
         self.members: dict[int, Member] = {}
-        self.joined = 0
+        self.joined = self.refused = 0
         self.unclean = False  # the last one who left did so without a word
         self._gone: set[int] = set()  # ranks that left with a word: their place as the main worker stays theirs
         self.epoch, self.over = -1, True
@@ -121,13 +122,13 @@ class Server:
     def member(self, rank: int, where: str, resources: Resources, pair: Pair) -> Member:
         """A worker that has connected, with the memory for what it will send."""
         layout = self.owner.portrait
-        values, flags, rest = layout.values.size, layout.values.count, layout.rest.size
+        values, flags, rest = layout.values.size, layout.flags, layout.rest.size
         inbox = torch.zeros(values + flags + rest, dtype=torch.uint8)
         numbers = inbox[:values]
         return Member(
             rank, where, resources, pair, inbox,
             gradients=layout.values.views(numbers),
-            flags=inbox[values : values + flags],
+            flags=inbox[values : values + layout.values.count],
             theirs=inbox[values + flags :],
             numbers=layout.values.stretches(numbers),
         )  # fmt: skip
@@ -143,16 +144,25 @@ class Server:
                 return self._with_note(Header(wire.FAILED), [], {"error": str(error)})
             self.members[m.rank] = m
             m.steps = self._slowest(m)
+            m.epoch = None if self._under_way else self.epoch
             self.joined += 1
             self._note_plan()
             self.lock.notify_all()
             return self._all_of_it(m, {"next": self.epoch + self.over})
 
-    def _all_of_it(self, m: Member, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _copies(self) -> list[torch.Tensor]:
+        return [part.clone() for part in (self.owner.values, self.owner.buffers, self.owner.frozen) if len(part)]
+
+    def _all_of_it(
+        self, m: Member, note: Any, copies: list[torch.Tensor] | None = None
+    ) -> tuple[Header, Sequence[torch.Tensor]]:
         header, parts = self._reply(m, note=note)
         header["parts"] |= wire.VALUES | wire.BUFFERS | wire.FROZEN
-        owned = [self.owner.values, self.owner.buffers, self.owner.frozen]
-        return header, [*(part.clone() for part in owned if len(part)), *parts]
+        return header, [*(copies or self._copies()), *parts]
+
+    @property
+    def _under_way(self) -> bool:
+        return any(m.begun for m in self.members.values())
 
     def _present(self) -> dict[int, Resources]:
         return {m.rank: m.resources for m in self.members.values() if not m.lost}
@@ -408,14 +418,14 @@ class Server:
                 self._open(wanted, data)
             elif wanted == self.epoch and data != self.data:
                 raise UsageError(f"this worker's data are {data}, the others' {self.data}: use the same everywhere")
-            m.epoch, m.meetings, m.left = wanted, 0, False
+            m.epoch, m.meetings, m.left, m.begun = wanted, 0, False, True
             self._said.clear()
             return self._reply(m, grant=min(int(note["depth"]), wire.MOST_LEASES), values=True)
 
     def _await_start(self) -> None:
         """Those who were started together begin together, unless one does not come."""
         deadline = self._began + START
-        while self.joined < self.settings.expected and time.monotonic() < deadline:
+        while self.joined + self.refused < self.settings.expected and time.monotonic() < deadline:
             self.lock.wait(0.1)
 
     def _open(self, epoch: int, data: dict[str, Any]) -> None:
@@ -438,8 +448,9 @@ class Server:
         """End the epoch where all of it is used, or where everybody has left it."""
         if self.over or self.leases is None:
             return
-        inside = [m for m in self.members.values() if m.epoch == self.epoch and not m.lost]
-        if self.leases.over or (inside and all(m.left for m in inside)):
+        # Who has not begun it yet will come to it: those who left wait, or that one's loop would be empty.
+        inside = [m for m in self.members.values() if m.epoch is not None and not m.lost]
+        if self.leases.over or (inside and all(m.left and m.epoch == self.epoch for m in inside)):
             self.over = True
             self._average_buffers()
             self.final = self.owner.values.clone(), self.owner.buffers.clone()
@@ -489,11 +500,11 @@ class Server:
 
     def _together(self, m: Member, brought: Any, act: Callable[[dict[int, Any]], Any]) -> Any:
         """What ``act`` makes of what everybody brings, the same for all. Called with the lock held."""
-        if m.epoch is None:
+        if not self._under_way:
             self._await_start()
-            if any(o.epoch is not None for o in self.members.values()):
-                return act({m.rank: brought})  # it has just come, the others are in the middle of it
-        key = (-1 if m.epoch is None else m.epoch, m.meetings)
+        if m.epoch is None:
+            return act({m.rank: brought})  # it has just come, the others are in the middle of it
+        key = (m.epoch, m.meetings)
         m.meetings += 1
         meeting = self._meetings.setdefault(key, Meeting())
         since = time.monotonic()
@@ -503,8 +514,8 @@ class Server:
         while not meeting.over:
             awaited = [
                 o for o in self.members.values()
-                if o.rank not in meeting.brought and not o.lost
-                and (o.epoch is not None or key[0] < 0) and (-1 if o.epoch is None else o.epoch, o.meetings) <= key
+                if o.rank not in meeting.brought and not o.lost and o.epoch is not None
+                and (o.epoch, o.meetings) <= key
             ]  # fmt: skip
             if awaited:
                 self._wait(f"rank {', '.join(str(o.rank) for o in awaited)} to do the same", since)
@@ -583,27 +594,28 @@ class Server:
 
     def _load(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
         with self.lock:
-            state = self._together(m, note, self._read)
-            local = {i: state["others"][i] for i, o in enumerate(self.owner.others) if not is_scheduler(o)}
-            content = {"extra": state["extra"], "random": state["random"].get(m.rank), "local": local,
+            loaded = self._together(m, note, self._read)
+            local = {i: loaded["others"][i] for i, o in enumerate(self.owner.others) if not is_scheduler(o)}
+            content = {"extra": loaded["extra"], "random": loaded["random"].get(m.rank), "local": local,
                        "next": self.epoch + self.over}  # fmt: skip
-            return self._all_of_it(m, content)
+            return self._all_of_it(m, content, loaded["as_read"])
 
     def _read(self, brought: dict[int, Any]) -> dict[str, Any]:
         folder = brought[min(brought)]["folder"]
         state = checkpoint.read(folder)
-        if any(o.epoch is not None for o in self.members.values()):
-            return state  # who comes late gets what was saved beside the model, and the model as it is now
+        if self._under_way:  # who comes late gets what was saved beside the model, and the model as it is now
+            return {**state, "as_read": None}
         try:
             self.owner.unpack(state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
         self.planning.restore(state["policy"])
         self._note_plan()
-        position = state["sampler"]
-        if position:
-            self.restore(position)
-        return state
+        if state["sampler"]:
+            self.restore(state["sampler"])
+        for member in self.members.values():
+            member.epoch = self.epoch
+        return {**state, "as_read": self._copies()}  # the first to have it may soon change the parameters
 
     def restore(self, position: dict[str, Any]) -> None:
         """Go on at a saved position with the next epoch that is begun."""
