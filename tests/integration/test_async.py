@@ -134,7 +134,7 @@ def test_batches_follow_the_speeds(gang: Gang, tmp_path: Path) -> None:
     for counts, batches, _, _ in results:
         assert counts == [4.0] * 240
         assert sum(batches) == 24
-        assert batches[2] < min(batches[:2]), "the slow one has least"
+        assert batches[2] < 8 < max(batches), "the slow one has less than an equal share"
 
 
 @pytest.mark.parametrize("rule", ["scale", "discard", "bounded"])

@@ -119,8 +119,9 @@ def _main(
     began, empty = time.monotonic(), 0.0
     beat = min(0.25, server.settings.lease_timeout / 4)
     while True:
+        if server.left.wait(beat):
+            server.left.clear()
         with server.lock:
-            server.lock.wait(beat)
             everybody = server.joined >= server.settings.expected or time.monotonic() - began > START
             if server.members or not everybody:
                 empty = time.monotonic()

@@ -99,6 +99,7 @@ class Server:
         self.owner, self.planning, self.settings, self.events = owner, planning, settings, events
         self._options: dict[str, Any] | None = options  # for the events; None: written
         self.lock = threading.Condition()
+        self.left = threading.Event()  # somebody left: set for whoever waits for the end
         self.members: dict[int, Member] = {}
         self.joined = self.refused = 0
         self.unclean = False  # the last one who left did so without a word
@@ -179,6 +180,7 @@ class Server:
             self._replan()
             self._check_epoch()
             self.lock.notify_all()
+            self.left.set()
 
     def _replan(self) -> None:
         """Plan for those who are here, where that can be done; else as before."""
@@ -223,14 +225,13 @@ class Server:
             while not clean:
                 header = member.pair.receive_header(tuple(wire.NAMES), self.settings.timeout)
                 note = self._receive(member, header)
-                with self.lock:
-                    member.busy = True
+                member.busy = True
+                if member.lost:
                     self._welcome_back(member)
                 answer, parts = self._answer(member, header, note)
                 member.pair.send(answer, parts)
                 clean = header["kind"] == wire.BYE
-                with self.lock:
-                    member.busy, member.heard = False, time.monotonic()
+                member.busy, member.heard = False, time.monotonic()
         except wire.Disconnected as error:
             log.warning("rank %d (%s) is gone: %s", member.rank, member.where, error)
         except wire.Nonsense as error:
@@ -254,7 +255,7 @@ class Server:
         return member.pair.receive_note(header)
 
     def _welcome_back(self, member: Member) -> None:
-        if member.lost:
+        with self.lock:
             member.lost = False
             member.steps = max(member.steps, self._slowest(member))
             self._replan()
@@ -267,11 +268,10 @@ class Server:
             wire.LOAD: self._load, wire.BYE: self._bye,
         }[header["kind"]]  # fmt: skip
         try:
-            if header["rates"]:
+            if header["rates"] or header.scheduled[:, :2].any():
                 with self.lock:
                     self.owner.set_learning_rates(header.learning_rates)
-            with self.lock:
-                self.owner.schedule(self.epoch if member.epoch is None else member.epoch, header.scheduled)
+                    self.owner.schedule(self.epoch if member.epoch is None else member.epoch, header.scheduled)
             return act(member, header, note)
         except wire.Nonsense:
             raise
