@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from omnilearn.bench import transport
 from omnilearn.bench.arguments import add_levels, add_models, positive
+from omnilearn.bench.contestants import Block
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.oracle import show
 from omnilearn.bench.progress import Progress
@@ -78,7 +80,7 @@ class History:
 
 
 def run(args: argparse.Namespace) -> Record:
-    counts = (1, 2, 4, 8)
+    counts = args.workers
     seeds = {name: (args.seeds or (1 if args.quick else 3)) if name == "digits" else 1 for name in args.model}
     total = len(counts) + len(args.levels) * sum(seeds[name] * (1 + epochs_of(name, args)) for name in args.model)
     rows: list[Row] = []
@@ -128,11 +130,10 @@ def train(
         for epoch in range(epochs_of(name, args)):
             for who in wanted if epoch % 2 else wanted[::-1]:
                 blocks, history = gang.all("block", who, doing=f"an epoch of {who}"), histories[who]
-                spent = max(block.end for block in blocks) - min(block.begin for block in blocks)
                 before = history.points[-1][0] if history.points else 0.0
-                history.points.append((before + spent, gang.all("accuracy", who, witness)[witness]))
+                history.points.append((before + span(blocks), gang.all("accuracy", who, witness)[witness]))
                 history.samples += steps * batch
-                history.batches = tuple(_usual(block.samples) for block in blocks)
+                history.batches = tuple(usual_batch(block.samples) for block in blocks)
                 if who == "sync":
                     history.updates = [steps * (epoch + 1)] * gang.size
                     history.staleness += [0] * steps
@@ -143,8 +144,13 @@ def train(
     return histories
 
 
-def _usual(samples: dict[int, int]) -> int:
-    """The batch of most of the last steps."""
+def span(blocks: Sequence[Block]) -> float:
+    """Seconds from the first worker's begin to the last one's end."""
+    return max(block.end for block in blocks) - min(block.begin for block in blocks)
+
+
+def usual_batch(samples: dict[int, int]) -> int:
+    """The batch of most of a worker's last steps."""
     last = [size for _, size in sorted(samples.items())][-5:]
     return max(set(last), key=last.count) if last else 0
 

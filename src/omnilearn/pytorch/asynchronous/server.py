@@ -437,9 +437,10 @@ class Server:
                     f"some samples and miss others: restore with the same {key}, or start anew"
                 )
         self._restored, self._saved = [], {}
-        self._note_run()
         self.leases = Leases(data["usable"], epoch, minimum=self.settings.minimum, done=done)
         self.epoch, self.over, self.data = epoch, False, data
+        self._note_run()
+        self._note_plan()
         steps = -(-data["usable"] // self.settings.global_batch)
         self.events.write("epoch", epoch=epoch, step=self.consumed // self.settings.global_batch, steps=steps)
         self._check_epoch()
@@ -640,12 +641,12 @@ class Server:
             return
         mode, options = self._options["mode"], {k: v for k, v in self._options.items() if k != "mode"}
         workers = [asdict(m.resources) for _, m in sorted(self.members.items())]
-        self._options, self._logged_plan = None, -1
+        self._options = None
         self.events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
-        self._note_plan()
 
     def _note_plan(self) -> None:
-        if self._options is not None:
+        """Between epochs nobody follows a plan: that workers leave then, one by one, is no news."""
+        if self._options is not None or self.over:
             return
         if self.planning.changes == self._logged_plan or not self.members:
             return
