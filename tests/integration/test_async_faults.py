@@ -48,7 +48,7 @@ def train(folder: Path, epochs: int = 2, fault: str = "", **options: Any) -> Any
         if fault == "nan":
             model.uses.grad.fill_(float("nan"))
         if fault == "nonsense":
-            omni._worker._ask(wire.PUSH, "lying", omni._worker._memory.gradients(), parts=7, leases=5, samples=1)
+            omni._worker._ask(wire.PUSH, "lying", omni._worker._tensors.gradients(), parts=7, leases=5, samples=1)
 
     count_epochs(model, optimizer, omni, loader, epochs, accident)
     omni.close()

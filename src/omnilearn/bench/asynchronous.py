@@ -52,7 +52,7 @@ TIMEOUT = 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, LEVELS)
     add_models(parser, ("digits", "heavy"))
-    parser.add_argument("--epochs", type=positive, help="each (default: digits 6, others 3; quick: 2)")
+    parser.add_argument("--epochs", type=positive, help="each (default: digits 5, others 3; quick: 2)")
     parser.add_argument(
         "--seeds", type=positive, help="repetitions with digits (default: 3, quick: 1); others have one"
     )
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> Record:
 
 
 def epochs_of(name: str, args: argparse.Namespace) -> int:
-    return int(args.epochs or (2 if args.quick else 6 if name == "digits" else 3))
+    return int(args.epochs or (2 if args.quick else 5 if name == "digits" else 3))
 
 
 def train(

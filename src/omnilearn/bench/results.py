@@ -158,8 +158,8 @@ def _async(record: Data) -> list[str]:
         for who, own in {"dynamic": outcome, **outcome["rules"]}.items()
     ]  # fmt: skip
     columns = [
-        "level", "workload", "contestant", "p95 of staleness over plain's", "points of accuracy over plain", "over seeds",
-        "after equal samples", "points below sync", "samples/s over plain's", "over sync's",
+        "level", "workload", "contestant", "p95 of staleness over plain's", "points of accuracy over plain",
+        "over seeds", "after equal samples", "points below sync", "samples/s over plain's", "over sync's",
     ]  # fmt: skip
     trained = [row for row in record["rows"] if "contestant" in row]
     trips = [row for row in record["rows"] if "ratio" in row]

@@ -46,7 +46,7 @@ class World:
         self.resources = self._survey()
         self.backend = self._backend()
         self._previous_hook = sys.excepthook
-        if self.size > 1:
+        if self.size > 1 or alone:
             sys.excepthook = self._on_uncaught
 
     def _join(self) -> None:

@@ -1,5 +1,7 @@
 """How is a step done where nobody waits? A server with the parameters, and workers that come and go (docs/async.md).
 
-``omni`` is what the user sees, ``engine`` and ``loader`` run in a worker, ``process``, ``server``, ``owner`` and
-``planning`` in the server; ``wire`` and ``layout`` are what travels between them.
+In a worker: ``omni`` is what the user sees, ``engine`` drives the loop, ``loader`` makes batches of leases, ``tensors``
+holds the model. In the server: ``process`` starts it and lets workers in, ``server`` answers them, ``owner`` has
+parameters and optimizer, ``planning`` the batches, ``epochs`` the samples, ``meetings`` what is done together,
+``journal`` the events. Between them: ``wire`` and ``layout``.
 """

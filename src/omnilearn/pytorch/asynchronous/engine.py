@@ -25,7 +25,8 @@ from omnilearn.data.leases import Lease
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.owner import Portrait, is_scheduler
+from omnilearn.pytorch.asynchronous.owner import is_scheduler
+from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 from omnilearn.pytorch.engine import NonFiniteError
 from omnilearn.pytorch.loader import Piece
@@ -63,7 +64,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._memory = _Memory(module, world.device)
+        self._tensors = Tensors(module, world.device)
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]
@@ -129,7 +130,7 @@ class AsyncEngine:
     def _take(self, answer: Header, what: str) -> Any:
         """Receive an answer's parts and note what it says."""
         assert self._pair is not None
-        self._memory.receive(self._pair, answer["parts"])
+        self._tensors.receive(self._pair, answer["parts"])
         note = self._pair.receive_note(answer) or {}
         if answer["kind"] == wire.FAILED:
             raise UsageError(f"{what}: {note.get('error', 'refused by the server')}")
@@ -183,7 +184,7 @@ class AsyncEngine:
     def end_epoch(self) -> bool:
         """Whether the epoch is over, for all; otherwise there are leases that another worker gave back."""
         self._unpushed.clear()
-        answer, _ = self._ask(wire.END, "ending an epoch", self._memory.buffers(), parts=wire.BUFFERS, leases=0)
+        answer, _ = self._ask(wire.END, "ending an epoch", self._tensors.buffers(), parts=wire.BUFFERS, leases=0)
         self._clock = None
         if not answer["over"]:
             return False
@@ -216,7 +217,7 @@ class AsyncEngine:
         if self._left:
             self._left = False
             self._unpushed.clear()
-            self._ask(wire.LEAVE, "leaving an epoch", self._memory.buffers(), parts=wire.BUFFERS)
+            self._ask(wire.LEAVE, "leaving an epoch", self._tensors.buffers(), parts=wire.BUFFERS)
 
     def _end_loop(self) -> None:
         self._log_steps(all_of_them=True)
@@ -258,7 +259,7 @@ class AsyncEngine:
         if piece.last:
             if self._own_weights and not whole:
                 scale = piece.share.total / self._weight
-                torch._foreach_mul_([p.grad for p in self._memory.trainable if p.grad is not None], scale)
+                torch._foreach_mul_([p.grad for p in self._tensors.trainable if p.grad is not None], scale)
             self._unpushed.append(piece.share)
 
     def _step_optimizer(self) -> bool:
@@ -272,7 +273,7 @@ class AsyncEngine:
         shares, self._unpushed = self._unpushed, []
         samples = sum(share.total for share in shares)
         begin = time.perf_counter()
-        parts = self._memory.gradients()
+        parts = self._tensors.gradients()
         timed, seconds = self._timing
         self._timing = (0, 0.0)
         answer, _ = self._ask(
@@ -384,72 +385,6 @@ class AsyncEngine:
             wait=[round(row[2], 6) for row in rows],
         )
         self._first_step += len(rows)
-
-
-class _Memory:
-    """The model's tensors and the flat buffers they travel in. Where the device is the CPU, parameters *are* windows
-    on the buffer that is received into."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._portrait = portrait = Portrait(module)
-        self.trainable, self._device = portrait.trainable, device
-        on_card = device.type != "cpu"
-        values, flags, rest = portrait.values.size, portrait.flags, portrait.rest.size
-        self._values = portrait.values.empty(device)
-        self._arrived = portrait.values.empty(pin=True) if on_card else self._values
-        self._outbox = torch.zeros(values + flags + rest, dtype=torch.uint8, pin_memory=on_card)
-        self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
-        self._rest = self._outbox[values + flags :]
-        self._staged = portrait.values.empty(device) if on_card else self._numbers
-        self._gradients = portrait.values.views(self._staged)
-        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that lie in memory in another way
-        for parameter, view in zip(self.trainable, portrait.values.views(self._values), strict=True):
-            view.copy_(parameter.detach())
-            if parameter.is_contiguous():
-                parameter.data = view
-            else:
-                self._aside.append((parameter.data, view))
-
-    def gradients(self) -> list[torch.Tensor]:
-        """All gradients, which of them there are, and the buffers: one message."""
-        present = [p.grad is not None for p in self.trainable]
-        if any(p.grad is not None and p.grad.is_sparse for p in self.trainable):
-            raise UsageError("sparse gradients cannot be sent in asynchronous mode: use dense embeddings")
-        with torch.no_grad():
-            there = [(g, p.grad) for g, p, has in zip(self._gradients, self.trainable, present, strict=True) if has]
-            if there:
-                torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
-            for gradient, has in zip(self._gradients, present, strict=True):
-                if not has:
-                    gradient.zero_()
-        if self._staged is not self._numbers:
-            self._numbers.copy_(self._staged)
-        self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
-        self.buffers()
-        return [self._outbox]
-
-    def buffers(self) -> list[torch.Tensor]:
-        for view, buffer in zip(self._portrait.rest.views(self._rest), self._portrait.buffers, strict=True):
-            view.copy_(buffer.detach())
-        return [self._rest] if len(self._rest) else []
-
-    def receive(self, pair: Pair, parts: int) -> None:
-        """What the header announced, straight into the parameters' memory."""
-        if parts & wire.VALUES and len(self._arrived):
-            pair.receive([self._arrived])
-            if self._arrived is not self._values:
-                self._values.copy_(self._arrived, non_blocking=True)
-            for tensor, view in self._aside:
-                tensor.copy_(view)
-        for part, layout, tensors in (
-            (wire.BUFFERS, self._portrait.rest, self._portrait.buffers),
-            (wire.FROZEN, self._portrait.fixed, self._portrait.frozen),
-        ):
-            if parts & part and layout.size:
-                flat = layout.empty()
-                pair.receive([flat])
-                for view, tensor in zip(layout.views(flat), tensors, strict=True):
-                    tensor.data.copy_(view)
 
 
 def gate_scheduler(scheduler: Any, instead: Callable[..., None]) -> None:

@@ -24,6 +24,7 @@ from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
+from omnilearn.pytorch.asynchronous.journal import Journal
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
 from omnilearn.pytorch.asynchronous.planning import Planning
@@ -163,13 +164,12 @@ class AsyncOmniLearn(OmniLearn):
             global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
             threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
             lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
-            seed=self.seed,
         )  # fmt: skip
 
         def build() -> Server:
             owner = Owner(model, optimizer, others, copies, state)
             planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
-            server = Server(owner, planning, settings, EventLog(folder, 0), self._options)
+            server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self._options))
             server.on_progress = _Progress().write
             return server
 

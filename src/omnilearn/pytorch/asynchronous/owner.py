@@ -69,9 +69,9 @@ class Owner:
         ):
             for tensor, view in zip(tensors, layout.views(flat), strict=True):
                 tensor.data = view
-        for group in optimizer.param_groups:
-            group.update({key: False for key in ("capturable", "fused") if group.get(key)})
         optimizer.load_state_dict(optimizer_state)
+        for group in optimizer.param_groups:  # ways to run on a card
+            group.update({key: False for key in ("capturable", "fused") if group.get(key)})
         self.version = 0
         self._credit = [0.0] * len(others)  # of a step that a scheduler will take when it is whole
         self._outside: dict[tuple[int, int], int] = {}  # scheduler steps between epochs: by epoch and scheduler

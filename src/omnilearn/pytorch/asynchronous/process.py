@@ -33,7 +33,8 @@ from omnilearn.cluster.rendezvous import local_address
 from omnilearn.cluster.resources import Resources
 from omnilearn.errors import OmniLearnError, PeerFailure, UsageError
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.server import START, Member, Server
+from omnilearn.pytorch.asynchronous.members import Member
+from omnilearn.pytorch.asynchronous.server import START, Server
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 
 log = logging.getLogger("omnilearn")
@@ -206,7 +207,8 @@ class _Door:
         store = dist.TCPStore(self.host, self.store, is_master=False, timeout=JOINING)
         pair = Pair(store, joining["name"], 0, self.host, JOINING)
         pair.limit(self.server.settings.timeout)
-        member = self.server.member(joining["rank"], where, joining["resources"], pair)
+        layout = self.server.owner.portrait
+        member = Member.of(joining["rank"], where, joining["resources"], pair, layout)
         header, parts = self.server.welcome(member)
         try:
             pair.send(header, parts)

@@ -10,36 +10,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from omnilearn import __version__
 from omnilearn.cluster.resources import Resources
 from omnilearn.control import judge_staleness, lr_factor
-from omnilearn.data.leases import Lease, Leases
+from omnilearn.control.rules import Verdict
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.epochs import Epochs
+from omnilearn.pytorch.asynchronous.journal import Journal
 from omnilearn.pytorch.asynchronous.layout import all_finite
+from omnilearn.pytorch.asynchronous.meetings import Meetings
+from omnilearn.pytorch.asynchronous.members import Member
 from omnilearn.pytorch.asynchronous.owner import Owner, is_scheduler
 from omnilearn.pytorch.asynchronous.planning import Planning
-from omnilearn.pytorch.asynchronous.wire import Header, Pair
+from omnilearn.pytorch.asynchronous.wire import Header
 
 log = logging.getLogger("omnilearn")
+Answer = tuple[Header, Sequence[torch.Tensor]]
 
 PATIENCE = 5.0
 """A worker is given this many times its last step's time, where that is more than the lease timeout."""
 START = 60.0
 """Seconds that the first epoch waits for the workers that were started together."""
-LOG_EVERY = 0.5
-KEPT = 16
-"""Outcomes of meetings that are kept for those who come late."""
 
 
 @dataclass(frozen=True)
@@ -52,89 +51,29 @@ class Settings:
     lease_timeout: float
     timeout: timedelta
     expected: int
-    seed: int
-
-
-@dataclass(eq=False)
-class Member:
-    """One worker, as the server knows it."""
-
-    rank: int
-    where: str
-    resources: Resources
-    pair: Pair
-    inbox: torch.Tensor  # its gradients, flags and buffers; answers are sent from the same memory
-    gradients: list[torch.Tensor]
-    flags: torch.Tensor
-    theirs: torch.Tensor
-    numbers: list[torch.Tensor]
-    epoch: int | None = None  # the one it is in, or was in last; None: it joined late, and has begun none
-    begun: bool = False
-    meetings: int = 0  # since it began the epoch
-    generation: int = 0  # of its leases
-    held: deque[Lease] = field(default_factory=deque)
-    buffers: torch.Tensor | None = None
-    heard: float = field(default_factory=time.monotonic)
-    pace: float = 0.0  # seconds of its last step
-    steps: int = 0
-    told: int = -1  # the plan it was told
-    left: bool = False  # it broke out of the epoch's loop
-    lost: bool = False  # silent for too long: its leases were given back
-    busy: bool = False  # its message is being answered
-
-
-@dataclass
-class Meeting:
-    """Something that all workers do together between epochs: what each brought, and what came of it."""
-
-    brought: dict[int, Any] = field(default_factory=dict)
-    outcome: Any = None
-    over: bool = False
 
 
 class Server:
-    def __init__(
-        self, owner: Owner, planning: Planning, settings: Settings, events: EventLog, options: dict[str, Any]
-    ) -> None:
-        self.owner, self.planning, self.settings, self.events = owner, planning, settings, events
-        self._options: dict[str, Any] | None = options  # for the events; None: written
+    """All methods that answer a request take the lock for themselves; those named as helpers are called with it."""
+
+    def __init__(self, owner: Owner, planning: Planning, settings: Settings, journal: Journal) -> None:
+        self.owner, self.planning, self.settings, self.journal = owner, planning, settings, journal
         self.lock = threading.Condition()
         self.left = threading.Event()  # somebody left: set for whoever waits for the end
         self.members: dict[int, Member] = {}
         self.joined = self.refused = 0
         self.unclean = False  # the last one who left did so without a word
         self._gone: set[int] = set()  # ranks that left with a word: their place as the main worker stays theirs
-        self.epoch, self.over = -1, True
-        self.data: dict[str, Any] = {}
-        self.leases: Leases | None = None
-        self._restored: list[tuple[int, int]] = []
-        self._saved: dict[str, int] = {}  # what the data must be for the restored ranges
-        self.consumed = 0  # samples, over all epochs
+        self.epochs = Epochs(settings.global_batch, settings.minimum)
         self.final: tuple[torch.Tensor, torch.Tensor] = owner.values, owner.buffers
         self._began = time.monotonic()
-        self._meetings: dict[tuple[int, int], Meeting] = {}
+        self._meetings = Meetings()
         self._said: dict[int, dict[int, Any]] = {}
-        self._updates: list[tuple[int, int, float, int]] = []
-        self._logged, self._logged_plan = time.monotonic(), -1
         self.on_progress: Callable[[int], None] = lambda step: None
 
     # Members
 
-    def member(self, rank: int, where: str, resources: Resources, pair: Pair) -> Member:
-        """A worker that has connected, with the memory for what it will send."""
-        layout = self.owner.portrait
-        values, flags, rest = layout.values.size, layout.flags, layout.rest.size
-        inbox = torch.zeros(values + flags + rest, dtype=torch.uint8)
-        numbers = inbox[:values]
-        return Member(
-            rank, where, resources, pair, inbox,
-            gradients=layout.values.views(numbers),
-            flags=inbox[values : values + layout.values.count],
-            theirs=inbox[values + flags :],
-            numbers=layout.values.stretches(numbers),
-        )  # fmt: skip
-
-    def welcome(self, m: Member) -> tuple[Header, Sequence[torch.Tensor]]:
+    def welcome(self, m: Member) -> Answer:
         """Let a new worker in: it is planned for from now on, and gets the whole model. Or say why not."""
         with self.lock:
             try:
@@ -145,18 +84,16 @@ class Server:
                 return self._with_note(Header(wire.FAILED), [], {"error": str(error)})
             self.members[m.rank] = m
             m.steps = self._slowest(m)
-            m.epoch = None if self._under_way else self.epoch
+            m.epoch, m.late = self.epochs.next - 1, self._under_way
             self.joined += 1
             self._note_plan()
             self.lock.notify_all()
-            return self._all_of_it(m, {"next": self.epoch + self.over})
+            return self._all_of_it(m, {"next": self.epochs.next})
 
     def _copies(self) -> list[torch.Tensor]:
         return [part.clone() for part in (self.owner.values, self.owner.buffers, self.owner.frozen) if len(part)]
 
-    def _all_of_it(
-        self, m: Member, note: Any, copies: list[torch.Tensor] | None = None
-    ) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _all_of_it(self, m: Member, note: Any, copies: list[torch.Tensor] | None = None) -> Answer:
         header, parts = self._reply(m, note=note)
         header["parts"] |= wire.VALUES | wire.BUFFERS | wire.FROZEN
         return header, [*(copies or self._copies()), *parts]
@@ -176,7 +113,7 @@ class Server:
             self.unclean = not clean
             if clean:
                 self._gone.add(member.rank)
-            self._take_back(member)
+            self.epochs.take_back(member)
             self._replan()
             self._check_epoch()
             self.lock.notify_all()
@@ -190,11 +127,6 @@ class Server:
             log.warning("the plan is kept, as none can be made for the %d workers left: %s", len(self.members), error)
         self._note_plan()
 
-    def _take_back(self, member: Member) -> int:
-        member.held.clear()
-        member.generation += 1
-        return self.leases.give_back(member.rank) if self.leases is not None else 0
-
     def check_silence(self) -> None:
         """Leases of workers not heard of for too long are given out again."""
         with self.lock:
@@ -202,7 +134,7 @@ class Server:
                 limit = max(self.settings.lease_timeout, PATIENCE * m.pace)
                 if m.held and not m.busy and not m.lost and time.monotonic() - m.heard > limit:
                     m.lost = True
-                    samples = self._take_back(m)
+                    samples = self.epochs.take_back(m)
                     log.warning(
                         "nothing was heard of rank %d (%s) for %.0f s: its %d samples are given out again",
                         m.rank, m.where, limit, samples,
@@ -210,7 +142,7 @@ class Server:
                     self._replan()
                     self._check_epoch()
                     self.lock.notify_all()
-            self._write_updates(all_of_them=False)
+            self._write_updates()
 
     @property
     def main(self) -> int:
@@ -261,7 +193,7 @@ class Server:
             self._replan()
             log.warning("rank %d (%s) is back", member.rank, member.where)
 
-    def _answer(self, member: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _answer(self, member: Member, header: Header, note: Any) -> Answer:
         act = {
             wire.PUSH: self._push, wire.PULL: self._pull, wire.BEGIN: self._begin, wire.END: self._end,
             wire.LEAVE: self._leave, wire.MEET: self._meet, wire.SAY: self._say, wire.SAVE: self._save,
@@ -271,7 +203,7 @@ class Server:
             if header["rates"] or header.scheduled[:, :2].any():
                 with self.lock:
                     self.owner.set_learning_rates(header.learning_rates)
-                    self.owner.schedule(self.epoch if member.epoch is None else member.epoch, header.scheduled)
+                    self.owner.schedule(member.epoch, header.scheduled)
             return act(member, header, note)
         except wire.Nonsense:
             raise
@@ -295,9 +227,9 @@ class Server:
         """An answer, with leases, the current parameters and the plan where it is new. The lock is held."""
         header = Header(kind, version=self.owner.version, generation=m.generation, held=held)
         header["workers"], header["main"] = len(self.members), self.main
-        header["epoch"], header["over"] = -1 if m.epoch is None else m.epoch, self._is_over(m)
-        header.ranges = [(lease.start, lease.stop) for lease in self._grant(m, grant)]
+        header["epoch"], header["over"] = m.epoch, self.epochs.is_over(m)
         header["batch"] = self.planning.batch(m.rank)
+        header.ranges = [(lease.start, lease.stop) for lease in self.epochs.grant(m, header["batch"], grant)]
         header.learning_rates = self.owner.learning_rates
         parts: list[torch.Tensor] = []
         if values:
@@ -319,14 +251,14 @@ class Server:
 
     # Gradients
 
-    def _push(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _push(self, m: Member, header: Header, note: Any) -> Answer:
         finite, held = all_finite(m.numbers), 0.0
         with self.lock:
             m.pace = header["seconds"] or m.pace
             status = self._use(m, header, finite)
             if self.settings.staleness == "bounded" and status == wire.OK:
                 since = time.monotonic()
-                while self._judge(m, 0).wait and not self._is_over(m):
+                while self._judge(m, 0).wait and not self.epochs.is_over(m):
                     self._wait("the slowest worker", since)
                 held = time.monotonic() - since
             return self._reply(m, status, grant=1, values=True, held=held)
@@ -353,16 +285,16 @@ class Server:
                 self.owner.apply(m.gradients, m.flags.tolist(), weight * factor)
             else:
                 status = wire.DISCARDED
+        self.journal.update(m.rank, staleness, weight, samples)
         self._finish(m, count)
         m.steps += 1
-        self._updates.append((m.rank, staleness, weight, samples))
         self.planning.record(m.rank, header["batch"], header["seconds"])
         self._note_plan()
-        self._write_updates(all_of_them=False)
+        self._write_updates()
         self.lock.notify_all()
         return status
 
-    def _judge(self, m: Member, staleness: int) -> Any:
+    def _judge(self, m: Member, staleness: int) -> Verdict:
         threshold = self.settings.threshold
         if threshold is None:
             threshold = 2 * max(len(self.members), 1)
@@ -370,55 +302,35 @@ class Server:
 
     def _slowest(self, m: Member) -> int:
         """Steps of the worker that has made fewest, among those that compute."""
-        steps = [o.steps for o in self.members.values() if o is not m and o.held and not o.lost]
+        steps = [o.steps for o in self.members.values() if o is not m and o.computes]
         return min(steps, default=m.steps)
 
     def _finish(self, m: Member, count: int) -> None:
-        for _ in range(count):
-            lease = m.held.popleft()
-            if self.leases is not None and self.leases.finish(m.rank, lease):
-                self.consumed += lease.size
-        self.on_progress(self.consumed // self.settings.global_batch)
+        self.epochs.finish(m, count)
+        self.on_progress(self.epochs.step)
         self._check_epoch()
 
-    def _grant(self, m: Member, count: int) -> list[Lease]:
-        granted: list[Lease] = []
-        while self.leases is not None and not self._is_over(m) and not m.left and len(granted) < count:
-            lease = self.leases.take(m.rank, self.planning.batch(m.rank))
-            if lease is None:
-                break
-            granted.append(lease)
-        m.held.extend(granted)
-        return granted
-
-    def _pull(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _pull(self, m: Member, header: Header, note: Any) -> Answer:
         with self.lock:
             return self._reply(m, grant=1, values=header["version"] != self.owner.version)
 
     # Epochs
 
-    def _is_over(self, m: Member) -> bool:
-        return m.epoch is None or m.epoch < self.epoch or self.over
-
-    def _begin(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _begin(self, m: Member, header: Header, note: Any) -> Answer:
         """The next epoch of this worker; who comes first opens it."""
         data = {key: int(note[key]) for key in ("size", "usable", "shuffle", "seed")}
         with self.lock:
             self._await_start()
-            if m.epoch is None:
-                wanted = self.epoch + self.over
-            else:
-                wanted = m.epoch + 1
-            since = time.monotonic()
-            while wanted > self.epoch and not self.over:
+            epochs, wanted, since = self.epochs, m.epoch + 1, time.monotonic()
+            while wanted > epochs.epoch and not epochs.over:
                 m.left = True
                 self._check_epoch()
                 self._wait("the others to end the epoch", since)
-            if wanted > self.epoch:
+            if wanted > epochs.epoch:
                 self._open(wanted, data)
-            elif wanted == self.epoch and data != self.data:
-                raise UsageError(f"this worker's data are {data}, the others' {self.data}: use the same everywhere")
-            m.epoch, m.meetings, m.left, m.begun = wanted, 0, False, True
+            elif wanted == epochs.epoch and data != epochs.data:
+                raise UsageError(f"this worker's data are {data}, the others' {epochs.data}: use the same everywhere")
+            m.epoch, m.meetings, m.left, m.begun, m.late = wanted, 0, False, True, False
             self._said.clear()
             return self._reply(m, grant=min(int(note["depth"]), wire.MOST_LEASES), values=True)
 
@@ -428,64 +340,52 @@ class Server:
         while self.joined + self.refused < self.settings.expected and time.monotonic() < deadline:
             self.lock.wait(0.1)
 
-    def _open(self, epoch: int, data: dict[str, Any]) -> None:
-        done, saved = self._restored, self._saved
-        for key in saved:
-            if saved[key] != data[key]:
-                raise UsageError(
-                    f"the position was saved with {key} {saved[key]}, the data have {key} {data[key]}: it would repeat "
-                    f"some samples and miss others: restore with the same {key}, or start anew"
-                )
-        self._restored, self._saved = [], {}
-        self.leases = Leases(data["usable"], epoch, minimum=self.settings.minimum, done=done)
-        self.epoch, self.over, self.data = epoch, False, data
-        self._note_run()
-        self._note_plan()
+    def _open(self, epoch: int, data: dict[str, int]) -> None:
+        self.epochs.open(epoch, data)
         steps = -(-data["usable"] // self.settings.global_batch)
-        self.events.write("epoch", epoch=epoch, step=self.consumed // self.settings.global_batch, steps=steps)
+        self.journal.epoch(self.members, epoch, self.epochs.step, steps, self.planning.by_rank)
         self._check_epoch()
 
     def _check_epoch(self) -> None:
         """End the epoch where all of it is used, or where everybody has left it."""
-        if self.over or self.leases is None:
+        if self.epochs.over:
             return
         # Who has not begun it yet will come to it: those who left wait, or that one's loop would be empty.
-        inside = [m for m in self.members.values() if m.epoch is not None and not m.lost]
-        if self.leases.over or (inside and all(m.left and m.epoch == self.epoch for m in inside)):
-            self.over = True
+        inside = [m for m in self.members.values() if not m.late and not m.lost]
+        if self.epochs.all_used or (inside and all(m.left and m.epoch == self.epochs.epoch for m in inside)):
+            self.epochs.over = True
             self._average_buffers()
             self.final = self.owner.values.clone(), self.owner.buffers.clone()
-            self._write_updates(all_of_them=True)
+            self._write_updates(now=True)
             self.lock.notify_all()
 
     def _average_buffers(self) -> None:
         self.owner.average_buffers([m.buffers for m in self.members.values() if m.buffers is not None])
 
-    def _end(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _end(self, m: Member, header: Header, note: Any) -> Answer:
         """This worker has nothing left to do: it gets what others gave back, or the epoch's end."""
         with self.lock:
             since = time.monotonic()
             if header["generation"] == m.generation:
                 self._finish(m, len(m.held))  # batches that the loop made no step for
-            while not self._is_over(m):
-                assert self.leases is not None
-                if self.leases.free:
+            while not self.epochs.is_over(m):
+                if self.epochs.free:
                     return self._reply(m, grant=1, values=True)
                 self._wait("the last gradients of the epoch", since)
             return self._ending(m)
 
-    def _leave(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _leave(self, m: Member, header: Header, note: Any) -> Answer:
         with self.lock:
             since = time.monotonic()
             m.left = True
-            self._take_back(m)
+            self.epochs.take_back(m)
             self._check_epoch()
             self.lock.notify_all()
-            while not self._is_over(m):
+            while not self.epochs.is_over(m):
                 self._wait("the others to end the epoch", since)
             return self._ending(m)
 
-    def _ending(self, m: Member) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _ending(self, m: Member) -> Answer:
         """The same parameters and buffers for everybody, whatever the others do by now."""
         m.buffers = None
         header, parts = self._reply(m)
@@ -503,37 +403,18 @@ class Server:
         """What ``act`` makes of what everybody brings, the same for all. Called with the lock held."""
         if not self._under_way:
             self._await_start()
-        if m.epoch is None:
+        if m.late:
             return act({m.rank: brought})  # it has just come, the others are in the middle of it
-        key = (m.epoch, m.meetings)
-        m.meetings += 1
-        meeting = self._meetings.setdefault(key, Meeting())
         since = time.monotonic()
-        if not meeting.over:
-            meeting.brought[m.rank] = brought
         self.lock.notify_all()
-        while not meeting.over:
-            awaited = [
-                o for o in self.members.values()
-                if o.rank not in meeting.brought and not o.lost and o.epoch is not None
-                and (o.epoch, o.meetings) <= key
-            ]  # fmt: skip
-            if awaited:
-                self._wait(f"rank {', '.join(str(o.rank) for o in awaited)} to do the same", since)
-                continue
-            try:
-                meeting.outcome = act(meeting.brought)
-            except OmniLearnError as error:
-                meeting.outcome = error
-            meeting.over = True
-            for old in sorted(self._meetings)[:-KEPT]:
-                del self._meetings[old]
+        try:
+            return self._meetings.attend(
+                m, brought, act, self.members.values, lambda whom: self._wait(whom, since)
+            )  # fmt: skip
+        finally:
             self.lock.notify_all()
-        if isinstance(meeting.outcome, OmniLearnError):
-            raise meeting.outcome
-        return meeting.outcome
 
-    def _meet(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _meet(self, m: Member, header: Header, note: Any) -> Answer:
         """Everybody's values, by rank, and how fast each of them is."""
 
         def table(brought: dict[int, Any]) -> Any:
@@ -543,14 +424,14 @@ class Server:
         with self.lock:
             return self._reply(m, note={"met": self._together(m, note, table)})
 
-    def _say(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _say(self, m: Member, header: Header, note: Any) -> Answer:
         """Inside the loop nobody waits: what each worker last said under this number."""
         with self.lock:
             said = self._said.setdefault(int(note["number"]), {})
             said[m.rank] = note["value"]
             return self._reply(m, note={"said": [value for rank, value in said.items() if rank in self.members]})
 
-    def _save(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _save(self, m: Member, header: Header, note: Any) -> Answer:
         with self.lock:
             if note["together"]:
                 self._together(m, note, self._write)
@@ -568,37 +449,26 @@ class Server:
             raise UsageError(f"the server cannot write a checkpoint to {folder}: {error}") from error
 
     def _checkpoint(self, brought: dict[int, Any]) -> dict[str, Any]:
-        """The same as the synchronous engine saves. A position has no gaps there: what is used beyond the first
-        gap goes into ``ahead``, which a synchronous run does not know and so repeats."""
+        """The same as the synchronous engine saves."""
         self._average_buffers()
         state, main = self.owner.pack(), brought[min(brought)]
         for i, own in main["local"].items():
             state["others"][i] = own
-        position = None
-        if self.data and self.leases is not None:
-            offset, ahead = self.leases.position
-            if self.over:
-                offset, ahead = self.data["size"], []
-            position = {
-                "version": 1, "size": self.data["size"], "seed": self.data["seed"],
-                "shuffle": bool(self.data["shuffle"]), "epoch": self.epoch, "offset": offset,
-                "step": self.consumed // self.settings.global_batch, "ahead": ahead, "usable": self.data["usable"],
-            }  # fmt: skip
         return {
             **state,
-            "sampler": position,
+            "sampler": self.epochs.state_dict(),
             "policy": self.planning.saved(),
             "random": {rank: theirs["random"] for rank, theirs in brought.items()},
             "global_batch": self.settings.global_batch,
             "extra": main["extra"],
         }
 
-    def _load(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _load(self, m: Member, header: Header, note: Any) -> Answer:
         with self.lock:
             loaded = self._together(m, note, self._read)
             local = {i: loaded["others"][i] for i, o in enumerate(self.owner.others) if not is_scheduler(o)}
             content = {"extra": loaded["extra"], "random": loaded["random"].get(m.rank), "local": local,
-                       "next": self.epoch + self.over}  # fmt: skip
+                       "next": self.epochs.next}  # fmt: skip
             return self._all_of_it(m, content, loaded["as_read"])
 
     def _read(self, brought: dict[int, Any]) -> dict[str, Any]:
@@ -613,61 +483,25 @@ class Server:
         self.planning.restore(state["policy"])
         self._note_plan()
         if state["sampler"]:
-            self.restore(state["sampler"])
+            self.epochs.load_state_dict(state["sampler"])
         for member in self.members.values():
-            member.epoch = self.epoch
+            member.epoch = self.epochs.next - 1
         return {**state, "as_read": self._copies()}  # the first to have it may soon change the parameters
 
-    def restore(self, position: dict[str, Any]) -> None:
-        """Go on at a saved position with the next epoch that is begun."""
-        size, offset = position["size"], position["offset"]
-        self.epoch, self.over, self.leases = position["epoch"], offset >= size, None
-        self.consumed = position["step"] * self.settings.global_batch
-        self.data = {}
-        if not self.over:
-            self._restored = [(0, offset), *(tuple(done) for done in position.get("ahead", []))]
-            self._saved = {key: int(position[key]) for key in ("size", "seed", "shuffle")}
-            self.epoch, self.over = self.epoch - 1, True  # it is opened again, with the finished part left out
-
-    def _bye(self, m: Member, header: Header, note: Any) -> tuple[Header, Sequence[torch.Tensor]]:
+    def _bye(self, m: Member, header: Header, note: Any) -> Answer:
         with self.lock:
             return self._reply(m)
 
     # Events
 
-    def _note_run(self) -> None:
-        """Once, when the first epoch begins and the workers are known."""
-        if self._options is None:
-            return
-        mode, options = self._options["mode"], {k: v for k, v in self._options.items() if k != "mode"}
-        workers = [asdict(m.resources) for _, m in sorted(self.members.items())]
-        self._options = None
-        self.events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
-
     def _note_plan(self) -> None:
         """Between epochs nobody follows a plan: that workers leave then, one by one, is no news."""
-        if self._options is not None or self.over:
-            return
-        if self.planning.changes == self._logged_plan or not self.members:
-            return
-        self._logged_plan, plan = self.planning.changes, self.planning.by_rank
-        self.events.write(
-            "plan", step=self.consumed // self.settings.global_batch, batches=plan.batches, parked=[],
-            reason=plan.reason, predicted=plan.predicted, instead_of=plan.instead_of,
-        )  # fmt: skip
+        if not self.epochs.over and self.members:
+            self.journal.plan(self.planning.by_rank, self.epochs.step)
 
-    def _write_updates(self, all_of_them: bool) -> None:
-        now = time.monotonic()
-        if not self._updates or not (all_of_them or now - self._logged > LOG_EVERY):
-            return
-        workers, staleness, weights, samples = zip(*self._updates, strict=True)
-        self._updates, self._logged = [], now
-        self.events.write(
-            "updates", version=self.owner.version, step=self.consumed // self.settings.global_batch, worker=workers,
-            staleness=staleness, weight=[round(weight, 4) for weight in weights], batch=samples,
-        )  # fmt: skip
+    def _write_updates(self, now: bool = False) -> None:
+        self.journal.write_updates(self.owner.version, self.epochs.step, now=now)
 
     def finish(self) -> None:
         with self.lock:
-            self._write_updates(all_of_them=True)
-            self.events.close()
+            self._write_updates(now=True)
