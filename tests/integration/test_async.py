@@ -361,7 +361,7 @@ class Stream(IterableDataset[Any]):
 
 
 def bad_use() -> None:
-    with pytest.raises(OmniLearnError, match="mode must be"):
+    with pytest.raises(OmniLearnError, match="mode 'later' is unknown"):
         OmniLearn(4, mode="later")
     with pytest.raises(OmniLearnError, match="belong to mode='async'"):
         OmniLearn(4, staleness="discard")

@@ -115,6 +115,19 @@ def test_the_owner_scales_the_learning_rate_and_restores_it() -> None:
     assert model.weight.item() == -0.125, "no gradient, no change"
 
 
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_how_an_optimizer_is_run_stays_the_users_choice(fused: bool | None) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5, fused=fused)
+    owner = Owner(model, optimizer, [], Portrait(model).copies(), optimizer.state_dict())
+    assert optimizer.param_groups[0]["fused"] is (fused is not False)
+    owner.apply([torch.ones(1, 2), torch.ones(1)], [1, 1], 1.0)
+    saved = owner.pack()
+    assert saved["optimizer"]["param_groups"][0]["fused"] is fused
+    owner.unpack(saved)
+    owner.apply([torch.ones(1, 2), torch.ones(1)], [1, 1], 1.0)
+
+
 def cpu(cores: float) -> Resources:
     return Resources("here", cores, "cpu", "", "", 1)
 

@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, ("digits", "heavy"))
     parser.add_argument("--epochs", type=positive, help="each (default: digits 5, others 3; quick: 2)")
     parser.add_argument(
+        "--workers", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="for the round trips (1 2 4 8)"
+    )
+    parser.add_argument(
         "--seeds", type=positive, help="repetitions with digits (default: 3, quick: 1); others have one"
     )
 
@@ -124,6 +127,8 @@ def train(
         for who in wanted:
             policy, options = CONTESTANTS[who]
             options = {"seed": seed, "timeout": TIMEOUT, "log_dir": str(folder / who), **options}
+            if who != "sync":
+                options["nonfinite"] = "skip"  # counted as dropped; one contestant's bad luck must not end all
             kind = "open_omni" if who == "sync" else "open_async"
             gang.all(kind, who, steps, policy, options, doing=f"setting up {who}")
         progress.done(f"{level} {name}, seed {seed}: set up")

@@ -164,6 +164,10 @@ class Omni:
     ) -> None:
         self._job, self._steps = job, steps
         model, optimizer = job.start(seed)
+        if options.get("mode") == "async" and isinstance(optimizer, torch.optim.SGD):
+            # The workloads' rates are for the global batch; in asynchronous mode one is for a worker's mean share.
+            for group in optimizer.param_groups:
+                group["lr"] /= job.size
         settings = {"policy": policy, "seed": seed, "timeout": TIMEOUT, "device": str(job.device), **options}
         self.omni = OmniLearn(job.workload.global_batch, **settings)
         self.model, self.optimizer = self.omni.prepare(model, optimizer)

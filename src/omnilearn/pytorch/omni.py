@@ -512,7 +512,7 @@ def _check_mode(
     mode: str, staleness: str, threshold: int | None, lr_scaling: str, lease_timeout: float, join: str | None
 ) -> None:
     if mode not in ("sync", "async"):
-        raise InfeasibleError(f"mode must be 'sync' or 'async', got {mode!r}")
+        raise InfeasibleError(f"mode {mode!r} is unknown: use 'sync' or 'async'")
     if staleness not in control.STALENESS_RULES:
         raise InfeasibleError(f"unknown staleness rule {staleness!r}: use one of {', '.join(control.STALENESS_RULES)}")
     if lr_scaling not in control.LR_RULES:

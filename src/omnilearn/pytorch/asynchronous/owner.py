@@ -17,6 +17,9 @@ from torch import nn
 
 from omnilearn.pytorch.asynchronous.layout import ALIGNMENT, Layout
 
+WAYS = ("fused", "foreach", "capturable")
+"""How an optimizer is run, which changes nothing but its speed."""
+
 
 class Portrait:
     """What a module consists of, as both sides see it: trainable parameters, buffers, frozen parameters."""
@@ -70,11 +73,20 @@ class Owner:
             for tensor, view in zip(tensors, layout.views(flat), strict=True):
                 tensor.data = view
         optimizer.load_state_dict(optimizer_state)
-        for group in optimizer.param_groups:  # ways to run on a card
-            group.update({key: False for key in ("capturable", "fused") if group.get(key)})
+        self._chosen = [{key: group[key] for key in WAYS if key in group} for group in optimizer.param_groups]
+        self._choose_ways()
         self.version = 0
         self._credit = [0.0] * len(others)  # of a step that a scheduler will take when it is whole
         self._outside: dict[tuple[int, int], int] = {}  # scheduler steps between epochs: by epoch and scheduler
+
+    def _choose_ways(self) -> None:
+        """Ways to run on a card do not work here; where the user left it open, the fused way is the quickest."""
+        real = all(p.is_floating_point() for group in self.optimizer.param_groups for p in group["params"])
+        for group, chosen in zip(self.optimizer.param_groups, self._chosen, strict=True):
+            fused = chosen.get("fused", False)
+            wanted = fused or (fused is None and chosen.get("foreach") is None)
+            ways = {"fused": wanted and real and not group.get("differentiable"), "capturable": False}
+            group.update({key: value for key, value in ways.items() if key in group})
 
     # Updates
 
@@ -139,7 +151,10 @@ class Owner:
             "others": [other.state_dict() for other in self.others],
             "unused": None,
         }
-        return copy.deepcopy(state)
+        state = copy.deepcopy(state)
+        for group, chosen in zip(state["optimizer"]["param_groups"], self._chosen, strict=True):
+            group.update(chosen)
+        return state
 
     def unpack(self, state: dict[str, Any]) -> None:
         if len(state["others"]) != len(self.others):
@@ -147,6 +162,7 @@ class Owner:
                              f"prepare() got {len(self.others)}")  # fmt: skip
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._choose_ways()
         for other, saved in zip(self.others, state["others"], strict=True):
             other.load_state_dict(saved)
         self._credit, self._outside = [0.0] * len(self.others), {}
