@@ -136,7 +136,7 @@ def test_missing_scikit_learn_is_said_before_anything_starts(
         (["--emulate", "1"], "one worker alone"),
         (["--emulate", "mps=50,50"], "the demo trains on CPUs"),
         (["--epochs", "0"], "at least 1"),
-        (["--mode", "async"], "unrecognized arguments: --mode async"),
+        (["--mode", "later"], "invalid choice: 'later'"),
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from omnilearn import cli
 from omnilearn.bench.gang import Gang, GangError
+from omnilearn.bench.results import render
 from omnilearn.bench.workloads import workload
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.owner import PREFIX
@@ -74,6 +75,23 @@ def test_sync(tmp_path: Path) -> None:
     assert rows["ddp"]["batches"] == "16/16/16/16"
     assert rows["ddp"]["waiting"] > rows["oracle"]["waiting"]
     assert level["speedup_vs_uniform"] > 1.5
+
+
+def test_async(tmp_path: Path) -> None:
+    read = measured(tmp_path, "async", "--levels", "HL8", "--model", "digits", "--epochs", "1", "--workers", "2")
+    own = read["summary"]["levels"]["HL8"]["digits"]
+    assert set(own["rules"]) == {"dynamic, scale", "dynamic, discard", "dynamic, bounded"}
+    for key in ("staleness_p95_vs_plain", "samples_per_s_vs_plain", "samples_per_s_vs_sync"):
+        assert 0 < own[key] < 100
+    assert -100 <= own["accuracy_gain_vs_plain"] <= 100
+    rows = {row["contestant"]: row for row in read["rows"] if "contestant" in row}
+    assert rows["sync"]["max"] == 0 < rows["plain"]["max"]
+    by_worker = [int(count) for count in rows["plain"]["updates_by_worker"].split("/")]
+    assert by_worker[3] > max(by_worker[:3]), "with equal batches the fast worker makes most updates"
+    trips = [row for row in read["rows"] if "ratio" in row]
+    assert [row["workers"] for row in trips] == [2]
+    assert all(0 < row["ratio"] < 3 and row["server_cpu_ms"] > 0 for row in trips)
+    assert "Asynchronous training" in render([("a.json", read)])
 
 
 def test_a_failing_worker_is_named_and_nothing_is_left() -> None:

@@ -1,8 +1,8 @@
 """What each part is worth: OmniLearn on real data at HL8, and without one part at a time.
 
 All variants train on scikit-learn's digits from the same first weights and take turns epoch by epoch, until the
-test accuracy is reached or the epochs are over. Only training counts as time. Learning-rate scaling is not in the
-list: in synchronous mode the global batch is constant and nothing is scaled.
+test accuracy is reached or the epochs are over. Only training counts as time. Learning-rate scaling belongs to
+asynchronous mode, where it is left out in turn: in synchronous mode the global batch is constant, nothing is scaled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from omnilearn.bench import oracle
 from omnilearn.bench.arguments import add_levels, positive
-from omnilearn.bench.gang import Batches, Gang
+from omnilearn.bench.asynchronous import TIMEOUT, span, usual_batch
+from omnilearn.bench.gang import Batches, Gang, Trace
 from omnilearn.bench.oracle import show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
@@ -30,6 +31,9 @@ VARIANTS = {
     "no dynamic control": "policy static: nominal core counts, once",
     "no parking": "park=False",
     "uniform DDP": "none of it",
+    "async": "OmniLearn's asynchronous mode as it is",
+    "async, no LR scaling": "lr_scaling='none': small batches move the parameters as far as large ones",
+    "async, no dynamic control": "policy uniform and no LR scaling: plain asynchronous training (ASP)",
 }
 
 
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> Record:
         "variants": VARIANTS,
         "levels": {},
     }
-    summary["left_out"] = "lr scaling: in synchronous mode the global batch is constant, nothing is scaled"
+    summary["left_out"] = "LR scaling in synchronous mode, where the global batch is constant and nothing is scaled"
     for (level, variant), runs in histories.items():
         times = [next((time for time, accuracy in run if accuracy >= args.accuracy), None) for run in runs]
         known = [time for time in times if time is not None]
@@ -104,15 +108,27 @@ def train(
         }
         for variant, (policy, options) in policies.items():
             gang.all("open_omni", variant, STEPS, policy, {"seed": seed, **options}, doing=f"setting up {variant}")
+        asynchronous: dict[str, tuple[str, dict[str, Any]]] = {
+            "async": ("optimal", {}),
+            "async, no LR scaling": ("optimal", {"lr_scaling": "none"}),
+            "async, no dynamic control": ("uniform", {"lr_scaling": "none"}),
+        }
+        for variant, (policy, own) in asynchronous.items():
+            own = {"seed": seed, "timeout": TIMEOUT, **own}
+            gang.all("open_async", variant, STEPS, policy, own, doing=f"setting up {variant}")
         progress.done(f"{level} seed {seed}: set up")
         histories: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
         ended: dict[str, Batches] = {}
         for epoch in range(epochs):
             for variant in VARIANTS if epoch % 2 else list(VARIANTS)[::-1]:
-                trace = gang.block(variant, *([STEPS, splits[variant]] if variant in splits else []))
-                spent = (histories[variant][-1][0] if histories[variant] else 0.0) + trace.total
+                blocks = gang.all("block", variant, *([STEPS, splits[variant]] if variant in splits else []))
+                if variant in asynchronous:
+                    seconds, ended[variant] = span(blocks), tuple(usual_batch(block.samples) for block in blocks)
+                else:
+                    trace = Trace.of(blocks)
+                    seconds, ended[variant] = trace.total, trace.batches[-1]
+                spent = (histories[variant][-1][0] if histories[variant] else 0.0) + seconds
                 accuracy = gang.all("accuracy", variant, witness)[witness]
                 histories[variant].append((spent, accuracy))
-                ended[variant] = trace.batches[-1]
             progress.done(f"{level} seed {seed}: epoch {epoch + 1} of {epochs}")
     return [(variant, histories[variant], ended[variant]) for variant in VARIANTS]

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "overhead": ("omnilearn.bench.overhead", "what does OmniLearn cost where it has nothing to do?"),
     "events": ("omnilearn.bench.events", "what do a run's events cost?"),
     "sync": ("omnilearn.bench.sync", "how much faster than uniform DDP, how near the best fixed split?"),
+    "async": ("omnilearn.bench.asynchronous", "what does dynamic batching change where nobody waits?"),
     "dynamic": ("omnilearn.bench.dynamic", "how soon does it follow a cluster that changes?"),
     "network": ("omnilearn.bench.network", "what do slow links between the workers change?"),
     "ablation": ("omnilearn.bench.ablation", "what is each part worth, in time to an accuracy?"),

@@ -171,14 +171,12 @@ class Omni:
     ) -> None:
         self._job, self._steps = job, steps
         model, optimizer = job.start(seed)
-        self.omni = OmniLearn(
-            job.workload.global_batch,
-            policy=policy,
-            seed=seed,
-            timeout=TIMEOUT,
-            device=str(job.device),
-            **options,
-        )
+        if options.get("mode") == "async" and isinstance(optimizer, torch.optim.SGD):
+            # The workloads' rates are for the global batch; in asynchronous mode one is for a worker's mean share.
+            for group in optimizer.param_groups:
+                group["lr"] /= job.size
+        settings = {"policy": policy, "seed": seed, "timeout": TIMEOUT, "device": str(job.device), **options}
+        self.omni = OmniLearn(job.workload.global_batch, **settings)
         self.model, self.optimizer = self.omni.prepare(model, optimizer)
         self.loader = self.omni.loader(job.data(steps * job.workload.global_batch), shuffle=True, pin_memory=False)
         self.reasons: list[tuple[int, tuple[int, ...], str]] = []
@@ -200,6 +198,23 @@ class Omni:
 
     def close(self) -> None:
         self.omni.close()
+
+
+class AsyncOmni(Omni):
+    """OmniLearn in asynchronous mode. A block is an epoch; steps are this worker's own."""
+
+    def __init__(self, job: Job, steps: int, policy: str | Policy = "optimal", **options: Any) -> None:
+        super().__init__(job, steps, policy, mode="async", **options)
+
+    def block(self) -> Block:
+        block, loss = Block(), None
+        for step, (x, y) in enumerate(self.loader):
+            loss = self._job.workload.loss(self.model, x, y)
+            self.omni.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            block.ends[step], block.samples[step] = time.perf_counter(), len(y)
+        return _finish(self._job, block, loss)
 
 
 def _finish(job: Job, block: Block, loss: torch.Tensor | None) -> Block:

@@ -233,9 +233,9 @@ class Gang:
 
     # The cluster
 
-    def level(self, name: str) -> tuple[float, ...]:
+    def level(self, name: str, mode: str = "sync") -> tuple[float, ...]:
         """Make this machine play one of the papers' levels from now on, with as many threads as whole cores."""
-        shares = level(name, cores())
+        shares = level(name, cores(), mode)
         self.cpu(shares)
         self.threads([max(1, math.floor(share + 1e-6)) for share in shares])
         return shares

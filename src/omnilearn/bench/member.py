@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omnilearn.bench.contestants import TIMEOUT, Block, Job, Omni, Plain, local_steps
+from omnilearn.bench.contestants import TIMEOUT, AsyncOmni, Block, Job, Omni, Plain, local_steps
 from omnilearn.bench.workloads import Pool, Size, digits, workload
 from omnilearn.cluster.resources import cores
 from omnilearn.control import Optimal, Policy, Proportional
 from omnilearn.pytorch.model import smallest_batch
 
+TESTED = 360
 POOL = 4
 """Global batches of data that are held."""
 
@@ -88,6 +89,9 @@ class Member:
     def open_omni(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
         self.contestants[name] = Omni(self._job, steps, named_policy(policy), **options)
 
+    def open_async(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
+        self.contestants[name] = AsyncOmni(self._job, steps, named_policy(policy), **options)
+
     def close(self, name: str) -> None:
         contestant = self.contestants.pop(name)
         if isinstance(contestant, Omni):
@@ -105,13 +109,15 @@ class Member:
         return list(local_steps(self._job, sizes[self.rank], repeats, seconds))
 
     def accuracy(self, name: str, rank: int) -> float | None:
-        """Of a classifier on the digits it was not trained with, as worker ``rank`` has it."""
+        """Of a classifier, as worker ``rank`` has it: on digits it was not trained with."""
         if rank != self.rank:
             return None
-        model, test = self.contestants[name].model, digits(train=False)
+        model = self.contestants[name].model
+        # The generated data of the other workloads have no samples apart: those trained on must do.
+        test = digits(train=False) if self._job.workload.name == "digits" else self._job.pool
         model.eval()
         with torch.no_grad():
-            right = (model(test.x.to(self.device)).argmax(1).cpu() == test.y).float().mean()
+            right = (model(test.x[:TESTED].to(self.device)).argmax(1).cpu() == test.y[:TESTED]).float().mean()
         model.train()
         return float(right)
 

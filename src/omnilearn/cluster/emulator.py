@@ -60,6 +60,7 @@ class Emulator:
         self._by, self._say = by, say
         self._now = list(emulation.workers)
         self._groups: list[cgroup.Group] = []
+        self._server_group: cgroup.Group | None = None
         self._network: netns.Network | None = None
         self._mps: mps.Mps | None = None
         self._throttle: Throttle | None = None
@@ -131,6 +132,9 @@ class Emulator:
             self._groups.append(cgroup.Group(f"{name}-{k}", parents))
             self._undo.callback(self._groups[-1].remove)
             self._set(k, limits)
+        if self._groups:  # an asynchronous server is started by a worker, but is no part of the machine it plays
+            self._server_group = cgroup.Group(f"{name}-server", parents)
+            self._undo.callback(self._server_group.remove)
         if self.mechanism == "affinity":
             free = sorted(os.sched_getaffinity(0))
             for limits in self._now:
@@ -191,6 +195,8 @@ class Emulator:
         variables = {"OMNILEARN_PROGRESS": str(self.progress_file)}
         if self.emulation.uses("cpu", "memory", "bandwidth", "latency", "mps", "device"):
             variables["OMNILEARN_EMULATE"] = str(self.emulation)
+        if self._server_group is not None:
+            variables["OMNILEARN_SERVER_GROUPS"] = os.pathsep.join(self._server_group.doors)
         if limits.cpu is not None and "OMP_NUM_THREADS" not in os.environ:
             later = [new.cpu for c in self.emulation.changes for k, new in c.values if k == rank and new.cpu]
             # Whole cores only: threads that share a quota hold each other up at every barrier.

@@ -42,11 +42,13 @@ examples:
   omnilearn demo                       about a minute and a half on two cores
   omnilearn demo --quick               a smaller network and an easier target, under a minute
   omnilearn demo --emulate HL2         a milder cluster (HL1: equal workers, nothing to gain)
+  omnilearn demo --mode async          OmniLearn's asynchronous mode: nobody waits for anybody
   omnilearn demo --json demo.json      keep the numbers
 
 exit codes: 0 both ran to their end, 1 one failed, 2 wrong use, 130 interrupted"""
 
 TITLES = {"ddp": "Plain DDP, equal batches", "omni": "OmniLearn, batches by speed"}  # by script and folder
+ASYNC = story.ASYNC
 ENDS_WITHIN = 20.0  # seconds that a launcher told to end is given
 LONGEST_START = 180.0  # seconds
 
@@ -61,6 +63,7 @@ class Size:
     seconds: float
     lr: float
     batch: int = 128
+    mode: str = "sync"
 
 
 FULL = Size(width=96, target=0.97, epochs=15, seconds=45.0, lr=0.0005)
@@ -70,7 +73,8 @@ SEED = 5  # with it the target is passed clearly: both runs need the same number
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--emulate", metavar="SPEC", default="HL8", help="the cluster to play (default: HL8)")
+    parser.add_argument("--emulate", metavar="SPEC", help="the cluster to play (default: HL8; for async: HL8-async)")
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="of OmniLearn (default: sync)")
     parser.add_argument("--epochs", metavar="N", type=_epochs, help="at most so many epochs each")
     parser.add_argument("--json", metavar="PATH", help="also write the numbers to this file (folders are made)")
     parser.add_argument("--quick", action="store_true", help="smaller network, easier target: under a minute")
@@ -101,7 +105,8 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"the demo needs {name}: pip install -e '.[demo]' (or pip install 'omnilearn-train[demo]')"
             )
-    size = QUICK if args.quick else FULL
+    size = replace(QUICK if args.quick else FULL, mode=args.mode)
+    args.emulate = args.emulate or ("HL8" if args.mode == "sync" else "HL8-async")
     try:
         emulation = _cluster(args.emulate)
     except (InfeasibleError, UsageError) as error:
@@ -111,7 +116,7 @@ def _main(args: argparse.Namespace) -> int:
     batch = len(shares) * max(1, round(size.batch / len(shares)))  # DDP's equal batches are whole numbers
     size = replace(size, batch=batch, epochs=args.epochs or size.epochs)
     console = Console(highlight=False)
-    for line in story.introduction(args.emulate, shares, size.target, batch):
+    for line in story.introduction(args.emulate, shares, size.target, batch, size.mode):
         console.print(line)
     if (load := _load()) > 0.4 * cores():
         console.print(story.busy(load, cores()), style="yellow")
@@ -148,6 +153,8 @@ def _load() -> float:
 def _train(name: str, size: Size, emulation: emulations.Emulation, data: Path, console: Console) -> story.Run:
     """One of the two trainings, with its live view."""
     folder, title = data.with_name(name), TITLES[name]
+    if name == "omni" and size.mode == "async":
+        title = ASYNC
     shares = [worker.cpu or 0.0 for worker in emulation.workers]
     equal_start = _equal_start(emulation, data.with_name("cluster.toml"))
     options: dict[str, object] = {**asdict(size), "data": data, "seed": SEED}

@@ -16,7 +16,7 @@ def train(args: argparse.Namespace) -> None:
     model = task.cnn(args.width, args.seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    with OmniLearn(global_batch=args.batch, seed=args.seed) as omni:  # changed
+    with OmniLearn(global_batch=args.batch, mode=args.mode, seed=args.seed) as omni:  # changed
         model, optimizer = omni.prepare(model, optimizer)  # changed
         loader = omni.loader(train_set, shuffle=True, drop_last=True)  # changed
         tests = omni.loader(test_set, train=False, batch_size=90)  # changed

@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="all workers together")
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--width", type=int, default=48, help="of the CNN")
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="of OmniLearn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", default="", help="of each worker, once all are ready")
     return parser.parse_args()

@@ -60,7 +60,20 @@ class OmniLearn:
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
     ``log_dir``: where events go (docs/events.md); by default where ``omnilearn run`` says, else nowhere.
     ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
+
+    ``mode="async"``: nobody waits for anybody, a server applies each gradient as it comes (docs/async.md).
+    ``staleness``: what becomes of late gradients, "apply", "scale", "discard" or "bounded", the last two beyond
+    ``threshold`` (found: twice the number of workers). ``lr_scaling``: how the learning rate of an update follows its
+    batch, "linear", "sqrt" or "none". ``lease_timeout``: seconds of silence after which a worker's samples are given
+    to others. ``join``: the address of a running server, to join it.
     """
+
+    def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
+        if cls is OmniLearn and mode == "async":
+            from omnilearn.pytorch.asynchronous.omni import AsyncOmniLearn
+
+            cls = AsyncOmniLearn
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -78,11 +91,15 @@ class OmniLearn:
         log_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
         timeout: float = 1800.0,
+        staleness: str = "apply",
+        threshold: int | None = None,
+        lr_scaling: str = "linear",
+        lease_timeout: float = 60.0,
+        join: str | None = None,
     ) -> None:
-        self._world = World(device, timedelta(seconds=timeout))
+        self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
-            if mode != "sync":
-                raise InfeasibleError(f"mode {mode!r} is not available: this version has mode='sync'")
+            _check_mode(mode, staleness, threshold, lr_scaling, lease_timeout, join)
             if nonfinite not in ("raise", "skip"):
                 raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
             if not isinstance(global_batch, int) or global_batch < 1:
@@ -99,18 +116,27 @@ class OmniLearn:
             "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
             "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
         }  # fmt: skip
+        if mode == "async":
+            options |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
+                        "lease_timeout": lease_timeout}  # fmt: skip
         self._world.agree("OmniLearn's options", options)
         self.log_dir = log_dir or os.environ.get("OMNILEARN_LOG_DIR")
         self._events = EventLog(self.log_dir, self.rank)
         self._tracking = contextlib.ExitStack()
-        if self.is_main:
-            workers = [asdict(worker) for worker in self._world.resources]
-            about = {"mode": mode, "backend": "pytorch", "options": options, "omnilearn": __version__}
-            self._events.write("run", **about, workers=workers)
+        self._write_run(mode, options)
         self._engine: SyncEngine | None = None
         self._loaders: list[TrainLoader] = []
         self._restored: dict[str, Any] | None = None
         self._listeners: list[Callable[[Plan, int], None]] = []
+
+    def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
+        return World(device, timeout)
+
+    def _write_run(self, mode: str, options: dict[str, Any]) -> None:
+        if self.is_main:
+            workers = [asdict(worker) for worker in self._world.resources]
+            about = {"mode": mode, "backend": "pytorch", "options": options, "omnilearn": __version__}
+            self._events.write("run", **about, workers=workers)
 
     # Readable state
 
@@ -515,3 +541,20 @@ class OmniLearn:
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("iterate over omni.loader(dataset), not over the OmniLearn object")
+
+
+def _check_mode(
+    mode: str, staleness: str, threshold: int | None, lr_scaling: str, lease_timeout: float, join: str | None
+) -> None:
+    if mode not in ("sync", "async"):
+        raise InfeasibleError(f"mode {mode!r} is unknown: use 'sync' or 'async'")
+    if staleness not in control.STALENESS_RULES:
+        raise InfeasibleError(f"unknown staleness rule {staleness!r}: use one of {', '.join(control.STALENESS_RULES)}")
+    if lr_scaling not in control.LR_RULES:
+        raise InfeasibleError(f"unknown lr_scaling {lr_scaling!r}: use one of {', '.join(control.LR_RULES)}")
+    if (threshold is not None and threshold < 0) or not lease_timeout > 0:
+        raise InfeasibleError(
+            f"threshold must not be negative and lease_timeout must be positive, got {threshold} and {lease_timeout}"
+        )
+    if mode == "sync" and (staleness != "apply" or threshold is not None or join is not None):
+        raise InfeasibleError("staleness, threshold and join belong to mode='async': leave them out, or set the mode")

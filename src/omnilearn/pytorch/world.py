@@ -34,7 +34,8 @@ NOTE_WAIT = timedelta(seconds=2)
 class World:
     """This process among its peers. ``control`` is a gloo group of all ranks (None: alone)."""
 
-    def __init__(self, device: str | torch.device | None, timeout: timedelta) -> None:
+    def __init__(self, device: str | torch.device | None, timeout: timedelta, *, alone: bool = False) -> None:
+        """``alone``: take rank and size from the launcher, but meet nobody."""
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
         self.timeout = timeout
@@ -42,7 +43,7 @@ class World:
         self.failed, self.error = False, ""  # whether this process ends with an error, and which
         self.explain: Callable[[BaseException], str] = lambda error: ""  # what to do about it; the engine knows
         self._owned = False
-        if self.size > 1:
+        if self.size > 1 and not alone:
             self._join()
         with self.alike():
             self.device = _device(device)

@@ -1,0 +1,287 @@
+"""``OmniLearn(mode="async")``: the same words as in synchronous mode, with the asynchronous engine behind them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import omnilearn
+from omnilearn.cluster.rendezvous import local_address
+from omnilearn.cluster.resources import detect
+from omnilearn.control import Plan, Problem
+from omnilearn.errors import PeerFailure, UsageError
+from omnilearn.observe import EventLog
+from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch.asynchronous import process
+from omnilearn.pytorch.asynchronous.engine import AsyncEngine
+from omnilearn.pytorch.asynchronous.journal import Journal
+from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
+from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
+from omnilearn.pytorch.asynchronous.planning import Planning
+from omnilearn.pytorch.asynchronous.server import Server, Settings
+from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
+from omnilearn.pytorch.engine import _Progress
+from omnilearn.pytorch.loader import check_options, take_over
+from omnilearn.pytorch.model import fingerprint, smallest_batch
+from omnilearn.pytorch.omni import AT_EXIT, OmniLearn
+from omnilearn.pytorch.world import World
+
+HOST, JOIN = "OMNILEARN_SERVER_HOST", "OMNILEARN_JOIN"
+_runs: Counter[tuple[str | None, ...]] = Counter()
+"""Tells several OmniLearn objects of one job apart: all ranks make them in the same order."""
+
+
+class AsyncOmniLearn(OmniLearn):
+    """See ``OmniLearn`` and docs/async.md."""
+
+    def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
+        """Nobody is met: a worker only ever talks to the server. Who joins gets its rank from it."""
+        world = World(device, timeout, alone=True)
+        self._address = join or os.environ.get(JOIN)
+        if self._address:
+            world.rank = process.ask(self._address, {"want": "rank"})["rank"]
+        return world
+
+    def _write_run(self, mode: str, options: dict[str, Any]) -> None:
+        self._options = {"mode": mode, **options}  # the server writes it, when it knows all workers
+
+    @property
+    def _worker(self) -> AsyncEngine:
+        return cast(AsyncEngine, self._prepared("this"))
+
+    # Readable state
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there were when the server last answered."""
+        return self._world.size if self._engine is None else self._worker.workers
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker with the lowest rank, the one that should print and write."""
+        if self._engine is None:
+            return self._world.rank == 0 and not self._address
+        return self.rank == self._worker.main
+
+    @property
+    def plan(self) -> Plan:
+        self._prepared("plan")
+        return self._worker.plan
+
+    @property
+    def epoch(self) -> int:
+        if self._engine is None:
+            return 0
+        return self._worker.epoch if self._worker.loader is not None else self._worker.next_epoch
+
+    @property
+    def server(self) -> str:
+        """The server's address, for workers that join later."""
+        self._prepared("server")
+        return self._worker.address
+
+    # Setting up
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *others: Any,
+        find_unused_parameters: bool | None = None,
+    ) -> Any:
+        if self._engine is not None:
+            raise UsageError("prepare() was called before: one OmniLearn object trains one model")
+        self._check_prepared(model, optimizer, others)
+        if len(others) > MOST_OTHERS:
+            raise UsageError(f"prepare() takes at most {MOST_OTHERS} objects beside model and optimizer in async mode")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UsageError("the model has no trainable parameters: there is nothing to send")
+        model.to(self.device)
+        minimum = max(self._min_batch or smallest_batch(model), self._multiple_of)
+        self._problem([1.0], minimum)  # says now what cannot be
+        passport = {
+            "package versions": {"omnilearn": omnilearn.__version__, "torch": torch.__version__.split("+")[0]},
+            "OmniLearn's options": {name: repr(value) for name, value in self._options.items()},
+            "models": {name: repr(value) for name, value in fingerprint(model).items()}
+            | {"the order of parameters": repr([name for name, _ in model.named_parameters()])},
+        }
+        address = self._address or self._find_server(model, optimizer, others, minimum, passport)
+        means = asdict(detect(str(self.device), measure=True))
+        pair, first = process.join(address, self.rank, passport, means, self._world.timeout)
+        self._engine = cast(Any, AsyncEngine(
+            self._world, address, pair, first, model, optimizer, others, global_batch=self.global_batch,
+            nonfinite=self._nonfinite, on_plan=self._announce, events=self._events,
+        ))  # fmt: skip
+        atexit.register(self._at_exit)
+        return (self._worker.model, optimizer, *others)
+
+    def _problem(self, speeds: Any, minimum: int) -> Problem:
+        return Problem.of(
+            self.global_batch, speeds=speeds, minimum=minimum, maximum=self._max_batch if len(speeds) > 1 else None,
+            multiple_of=self._multiple_of, park=False,
+        )  # fmt: skip
+
+    def _find_server(self, model: Any, optimizer: Any, others: Any, minimum: int, passport: dict[str, Any]) -> str:
+        """Rank 0 starts it and says where; the others hear of it in the launcher's store."""
+        if self._world.size == 1:
+            return self._start_server(os.environ.get(HOST, "127.0.0.1"), model, optimizer, others, minimum, passport)
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            store, _, _ = next(dist.rendezvous("env://", timeout=self._world.timeout))
+        self._store = store  # where rank 0 hosts it, it must not end with this function
+        job = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+        _runs[job] += 1
+        key = f"omnilearn/async/{job[-1]}/{_runs[job]}"
+        if self._world.rank == 0:
+            meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            host = os.environ.get(HOST) or local_address(meeting) or "127.0.0.1"
+            store.set(key, self._start_server(host, model, optimizer, others, minimum, passport))
+        try:
+            store.wait([key], self._world.timeout)
+        except RuntimeError as error:
+            raise PeerFailure(f"rank 0 has not started the asynchronous server: {error}") from error
+        address: str = store.get(key).decode()
+        return address
+
+    def _start_server(
+        self, host: str, model: Any, optimizer: Any, others: Any, minimum: int, passport: dict[str, Any]
+    ) -> str:
+        # Copied before the server is forked: it cannot use a card.
+        copies, state = Portrait(model).copies(), to_main_memory(optimizer.state_dict())
+        folder = self.log_dir
+        settings = Settings(
+            global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
+            threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
+            lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
+        )  # fmt: skip
+
+        def build() -> Server:
+            owner = Owner(model, optimizer, others, copies, state)
+            planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
+            server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self._options))
+            server.on_progress = _Progress().write
+            return server
+
+        return process.start(host, build, passport, folder)
+
+    def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
+        self._prepared("loader()")
+        if isinstance(data, DataLoader):
+            inherited_batch = data.batch_size
+            data, inherited = take_over(data)
+            options = {**inherited, **options}
+            if not train:
+                options.setdefault("batch_size", inherited_batch)
+            shuffle = options.pop("shuffle") if shuffle is None else shuffle
+            options.pop("shuffle", None)
+        check_options(options, train=train)
+        if not train:
+            return AsyncEvalLoader(self._worker, data, **options)
+        loader = LeaseLoader(
+            self._worker, data, shuffle=bool(shuffle), seed=self.seed, micro_batch=self._micro_batch, **options
+        )
+        self._loaders[:] = [cast(Any, loader)]
+        return loader
+
+    # The loop
+
+    def step(
+        self,
+        compute_loss: Callable[[Any], torch.Tensor],
+        batch: Any,
+        *,
+        weight: float | Callable[[Any], float] | None = None,
+    ) -> torch.Tensor:
+        """As in synchronous mode, but running out of memory is not survived: ``micro_batch`` prevents it."""
+        self._prepared("step()")
+        loss = compute_loss(batch)
+        self._worker.backward(loss, weight(batch) if callable(weight) else weight)
+        self._worker.optimizer.step()
+        self._worker.optimizer.zero_grad()
+        return loss.detach()
+
+    def mean(self, value: Any, weight: float | None = None) -> Any:
+        """The mean of ``value`` over the workers, weighted. Between epochs it is the same on all of them.
+
+        Inside the training loop nobody waits: it is over what each worker last said at this place.
+        """
+        self._prepared("mean()")
+        engine = self._worker
+        inside = engine.piece is not None
+        if weight is None:
+            weight = float(engine.piece.samples) if engine.piece is not None else 1.0
+        tensor = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        mine = {"sum": tensor * weight if weight else torch.zeros_like(tensor), "weight": float(weight)}
+        values = engine.say(mine) if inside else engine.meet(mine)["values"]
+        if any(not isinstance(theirs, dict) or set(theirs) != set(mine) for theirs in values):
+            raise UsageError("the workers do different things together: mean() must be called by all of them alike")
+        total = sum(theirs["weight"] for theirs in values)
+        if total == 0:
+            raise UsageError("mean() over workers whose weights are all 0")
+        result = sum(theirs["sum"] for theirs in values) / total
+        return result.item() if tensor.numel() == 1 else result
+
+    # Checkpoints
+
+    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+        """Have the server write a checkpoint, in the format of synchronous mode. Between epochs all workers call it;
+        inside the loop the main worker's call counts, and the others' do nothing."""
+        self._prepared("save()")
+        engine = self._worker
+        if engine.accumulating:
+            raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
+        checkpoint.check_plain("extra", extra)
+        inside = engine.loader is not None
+        if inside and not self.is_main:
+            return
+        local = {i: other.state_dict() for i, other in enumerate(engine.others) if not is_scheduler(other)}
+        note = {"folder": os.path.abspath(folder), "extra": extra, "local": local,
+                "random": checkpoint.random_state(self.device)}  # fmt: skip
+        engine.save(note, together=not inside)
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Continue from a checkpoint of either mode; call it on all workers after ``prepare``. The server reads it."""
+        self._prepared("load()")
+        engine = self._worker
+        if engine.loader is not None or engine.begun:
+            raise UsageError("load() belongs before the first training loop")
+        note = engine.load(os.path.abspath(folder))
+        for i, state in note["local"].items():
+            engine.others[i].load_state_dict(state)
+        if note["random"] is not None:
+            checkpoint.restore_random_state(note["random"], self.device)
+        return dict(note["extra"])
+
+    # The end
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._worker.close()
+        self._events.write("end", ok=True)
+        self._events.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._tracking.close()
+        for loader in self._loaders:
+            loader.close()
+        if self._engine is not None:
+            self._worker.abandon()
+        self._world.close()
+
+    def _at_exit(self) -> None:
+        if self._engine is not None:
+            self._worker.limit(AT_EXIT)
+        super()._at_exit()

@@ -1,0 +1,76 @@
+"""A worker's model and the flat buffers that its gradients and parameters travel in."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from omnilearn.errors import UsageError
+from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.owner import Portrait
+from omnilearn.pytorch.asynchronous.wire import Pair
+
+
+class Tensors:
+    """Where the device is the CPU, parameters *are* windows on the buffer that is received into."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._portrait = portrait = Portrait(module)
+        self.trainable, self._device = portrait.trainable, device
+        on_card = device.type != "cpu"
+        values, flags, rest = portrait.values.size, portrait.flags, portrait.rest.size
+        self._values = portrait.values.empty(device)
+        self._arrived = portrait.values.empty(pin=True) if on_card else self._values
+        self._outbox = torch.zeros(values + flags + rest, dtype=torch.uint8, pin_memory=on_card)
+        self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
+        self._rest = self._outbox[values + flags :]
+        self._staged = portrait.values.empty(device) if on_card else self._numbers
+        self._gradients = portrait.values.views(self._staged)
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that lie in memory in another way
+        for parameter, view in zip(self.trainable, portrait.values.views(self._values), strict=True):
+            view.copy_(parameter.detach())
+            if parameter.is_contiguous():
+                parameter.data = view
+            else:
+                self._aside.append((parameter.data, view))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """All gradients, which of them there are, and the buffers: one message."""
+        present = [p.grad is not None for p in self.trainable]
+        if any(p.grad is not None and p.grad.is_sparse for p in self.trainable):
+            raise UsageError("sparse gradients cannot be sent in asynchronous mode: use dense embeddings")
+        with torch.no_grad():
+            there = [(g, p.grad) for g, p, has in zip(self._gradients, self.trainable, present, strict=True) if has]
+            if there:
+                torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+            for gradient, has in zip(self._gradients, present, strict=True):
+                if not has:
+                    gradient.zero_()
+        if self._staged is not self._numbers:
+            self._numbers.copy_(self._staged)
+        self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
+        self.buffers()
+        return [self._outbox]
+
+    def buffers(self) -> list[torch.Tensor]:
+        for view, buffer in zip(self._portrait.rest.views(self._rest), self._portrait.buffers, strict=True):
+            view.copy_(buffer.detach())
+        return [self._rest] if len(self._rest) else []
+
+    def receive(self, pair: Pair, parts: int) -> None:
+        """What the header announced, straight into the parameters' memory."""
+        if parts & wire.VALUES and len(self._arrived):
+            pair.receive([self._arrived])
+            if self._arrived is not self._values:
+                self._values.copy_(self._arrived, non_blocking=True)
+            for tensor, view in self._aside:
+                tensor.copy_(view)
+        for part, layout, tensors in (
+            (wire.BUFFERS, self._portrait.rest, self._portrait.buffers),
+            (wire.FROZEN, self._portrait.fixed, self._portrait.frozen),
+        ):
+            if parts & part and layout.size:
+                flat = layout.empty()
+                pair.receive([flat])
+                for view, tensor in zip(layout.views(flat), tensors, strict=True):
+                    tensor.data.copy_(view)

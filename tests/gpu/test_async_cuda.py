@@ -1,0 +1,58 @@
+"""Asynchronous mode on a CUDA device: the server stays on the CPU, the workers' parameters on the card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from omnilearn import OmniLearn
+from tests.gang import Gang
+from tests.integration.asynchronous import count_epochs, counting, uses
+from tests.integration.common import blobs, equal, norm_net, run_epochs, snapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+
+def counted() -> Any:
+    omni, model, optimizer, loader = counting(120, device="cuda")
+    with omni:
+        count_epochs(model, optimizer, omni, loader, 3)
+        assert model.uses.is_cuda
+        return uses(model), omni._worker.version, omni._worker._step
+
+
+def trained() -> Any:
+    with OmniLearn(24, mode="async", device="cuda") as omni:
+        model = norm_net()
+        optimizer = torch.optim.Adam(model.to("cuda").parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler("cuda")
+        model, optimizer, scaler = omni.prepare(model, optimizer, scaler)
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            assert x.is_cuda
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = F.cross_entropy(model(x), y)
+            omni.backward(scaler.scale(loss))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        run_epochs(omni, model, optimizer, omni.loader(blobs(96)), epochs=1)
+        return [t.cpu() for t in snapshot(model)]
+
+
+def test_every_sample_once_on_a_card(gang: Gang) -> None:
+    results = gang.run(2, counted)
+    for counts, version, _ in results:
+        assert counts == [3.0] * 120
+        assert version == sum(steps for _, _, steps in results)
+
+
+def test_fused_adam_and_mixed_precision(gang: Gang) -> None:
+    states = gang.run(2, trained)
+    assert equal(*states)
+    assert all(torch.isfinite(t).all() for t in states[0] if t.is_floating_point())
