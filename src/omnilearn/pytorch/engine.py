@@ -9,8 +9,6 @@ backward pass; where the weights' sum is not known beforehand it is reduced alon
 from __future__ import annotations
 
 import logging
-import os
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +19,14 @@ from torch import nn
 
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
-from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.engine.planner import Planner, Stop
+from omnilearn.engine.progress import Progress
+from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.clock import Clock
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate
-from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -78,7 +77,7 @@ class SyncEngine:
         self._weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
         self._late: deque[tuple[int, Any, Any, torch.Tensor]] = deque()  # checks under way on the GPU
-        self._progress = _Progress()
+        self._progress = Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
@@ -386,18 +385,3 @@ def _norms(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     norms = torch._foreach_norm(gradients, order)
     alike = all(norm.dtype == norms[0].dtype for norm in norms)
     return torch.stack(norms if alike else [norm.to(torch.float64) for norm in norms])
-
-
-class _Progress:
-    """The step count, where a launcher asked for it (emulated clusters change at given steps)."""
-
-    def __init__(self) -> None:
-        path = os.environ.get("OMNILEARN_PROGRESS")
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path else None
-        except OSError as error:
-            raise InfeasibleError(f"cannot write OMNILEARN_PROGRESS={path}: {error}") from error
-
-    def write(self, step: int) -> None:
-        if self._file is not None:
-            os.pwrite(self._file, struct.pack("<q", step), 0)
