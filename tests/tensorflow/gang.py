@@ -9,10 +9,11 @@ import contextlib
 import json
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from omnilearn.cluster.ports import free_ports
 
 SIZE = 3
 LIMIT = 90.0
@@ -28,11 +29,7 @@ class WorkerError(AssertionError):
 
 def cluster(size: int) -> dict[str, list[str]]:
     """Workers on free ports."""
-    with contextlib.ExitStack() as held:
-        places = [held.enter_context(socket.socket()) for _ in range(size)]
-        for place in places:
-            place.bind(("127.0.0.1", 0))
-        return {"worker": [f"127.0.0.1:{place.getsockname()[1]}" for place in places]}
+    return {"worker": [f"127.0.0.1:{port}" for port in free_ports(size)]}
 
 
 def _serve(pipe: Connection, rank: int, workers: dict[str, list[str]]) -> None:

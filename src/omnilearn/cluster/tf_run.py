@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any, TextIO
 from omnilearn.cluster.console import console
 from omnilearn.cluster.emulator import Emulator
 from omnilearn.cluster.launch import Interrupted, _ignore_signals, _report
+from omnilearn.cluster.ports import free_ports
 from omnilearn.errors import UsageError
 
 GRACE = 12.0
@@ -146,12 +146,9 @@ def _configs(tasks: Sequence[_Task], emulator: Emulator) -> list[str | None]:
     if len(tasks) == 1 or os.environ.get("TF_CONFIG", "").strip():
         return [None] * len(tasks)
     cluster: dict[str, list[str]] = {}
-    with contextlib.ExitStack() as held:  # all at once, so that none is given twice
-        for task in tasks:
-            place = held.enter_context(socket.socket())
-            place.bind(("", 0))
-            address = emulator.address(task.index) if task.kind == "worker" else emulator.host_address
-            cluster.setdefault(task.kind, []).append(f"{address}:{place.getsockname()[1]}")
+    for task, port in zip(tasks, free_ports(len(tasks)), strict=True):
+        address = emulator.address(task.index) if task.kind == "worker" else emulator.host_address
+        cluster.setdefault(task.kind, []).append(f"{address}:{port}")
     return [json.dumps({"cluster": cluster, "task": {"type": t.kind, "index": t.index}}) for t in tasks]
 
 
@@ -197,9 +194,14 @@ def _wait(tasks: Sequence[_Task]) -> bool:
     """Until the work is done (False) or has failed, and the others have had time to say so."""
     chief = next((task for task in tasks if task.kind == "chief"), None)
     decisive = [task for task in tasks if task.kind != "worker"] if chief else list(tasks)
+    lost: set[str] = set()
     while True:
         if any(task.exitcode for task in decisive):
             break
+        for task in tasks:
+            if chief and task.kind == "worker" and task.exitcode and task.name not in lost:
+                lost.add(task.name)
+                print(f"omnilearn: {task.name} ended (status {task.exitcode}); the others go on", file=sys.__stderr__)
         if all(task.exitcode == 0 for task in ([chief] if chief else tasks)):
             _drain(tasks if chief is None else [chief])
             return False

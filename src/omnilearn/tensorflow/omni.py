@@ -21,10 +21,11 @@ from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.tensorflow import checkpoint
+from omnilearn.tensorflow import checkpoint, parameter_server
 from omnilearn.tensorflow.dataset import EvalDataset, TrainDataset, open_samples
 from omnilearn.tensorflow.engine import SyncEngine, smallest_batch
 from omnilearn.tensorflow.fit import Trainer
+from omnilearn.tensorflow.parameter_server import AsyncEngine, Counts
 from omnilearn.tensorflow.world import World
 
 log = logging.getLogger("omnilearn")
@@ -77,11 +78,9 @@ class OmniLearn:
     ) -> None:
         if mode not in ("sync", "async"):
             raise InfeasibleError(f"mode must be 'sync' or 'async', got {mode!r}")
-        self._async: Any = None
-        if mode == "async":
-            from omnilearn.tensorflow.cluster import join
-
-            join(timeout)  # parameter servers and workers serve in here, and do not come back
+        self._async: AsyncEngine | None = None
+        # Parameter servers and workers serve in here, and do not come back.
+        asynchronous = mode == "async" and parameter_server.join()
         self._world = World(device, timeout, alone=mode == "async")
         with self._world.alike():
             if nonfinite not in ("raise", "skip"):
@@ -112,6 +111,16 @@ class OmniLearn:
         self._datasets: list[TrainDataset] = []
         self._restored: dict[str, Any] | None = None
         self._listeners: list[Callable[[Plan, int], None]] = []
+        if asynchronous:
+            self._async = AsyncEngine(
+                global_batch,
+                self._policy,
+                bounds=(min_batch, max_batch, multiple_of),
+                lr_scaling=lr_scaling,
+                staleness=staleness,
+                seed=seed,
+                events=self._events,
+            )
 
     # Readable state
 
@@ -131,6 +140,8 @@ class OmniLearn:
     @property
     def plan(self) -> Plan:
         """The plan last decided: every worker's batch, who is parked, why."""
+        if self._async is not None:
+            return self._async.state.plan
         return self._prepared("plan").planner.plan
 
     @property
@@ -155,13 +166,26 @@ class OmniLearn:
         """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
         self._listeners.append(listener)
 
+    @property
+    def counts(self) -> Counts:
+        """Updates applied, samples used and gradients discarded so far, in asynchronous mode."""
+        if self._async is None:
+            raise UsageError("counts are of mode='async' with parameter servers")
+        return self._async.counts()
+
     # Setting up
+
+    def scope(self) -> Any:
+        """Make and compile the model in here: ``with omni.scope():``. Needed in asynchronous mode alone."""
+        return self._async.scope() if self._async is not None else contextlib.nullcontext()
 
     def prepare(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Any:
         """The model and optimizer to use in the loop: the same objects, with rank 0's weights on all ranks.
 
         Call it once, on all ranks. The model must be built: give it an Input, or call it on a batch first.
         """
+        if self._async is not None:
+            self._prepared("prepare()")
         if self._engine is not None:
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
         with self._world.alike():
@@ -205,6 +229,8 @@ class OmniLearn:
             listener(plan, step)
 
     def _prepared(self, what: str) -> SyncEngine:
+        if self._async is not None:
+            raise UsageError(f"{what} is of mode='sync': with parameter servers train by omni.fit(model, data)")
         if self._engine is None:
             raise UsageError(
                 f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"

@@ -1,0 +1,66 @@
+"""Asynchronous training with parameter servers: real processes, one of them killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from omnilearn.observe import read
+from tests.tensorflow.test_run import ROOT, finish, start
+
+
+def test_counts_are_exact_and_a_killed_worker_is_survived(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "tensorflow" / "async_job.py"
+    status, out, err = finish(start("--nproc", 2, "--ps", 1, "--log-dir", tmp_path, script, tmp_path))
+    assert status == 0, err
+    assert (tmp_path / "killed").exists()
+    assert "rank 1 ended (status -9); the others go on" in err
+    told = json.loads(next(line for line in out.splitlines() if "{" in line).partition("] ")[2])
+    before, after = told["before"], told["after"]
+
+    # Every step that the chief heard of is in the counts, and nothing else, while nobody dies.
+    events = read(tmp_path)
+    rows = [row for e in events if e["kind"] == "updates" for row in zip(e["worker"], e["batch"], strict=True)]
+    split = next(k for k in range(len(rows) + 1) if sum(batch for _, batch in rows[:k]) == before["samples"])
+    assert split == before["updates"]
+    assert {worker for worker, _ in rows[:split]} == {0, 1}
+    assert {batch for _, batch in rows[:split]} >= {12, 4, 20}  # changed while running
+    assert before["traces"] == 1
+    assert 4 * 240 <= before["samples"] < 4 * 240 + 4 * 24
+    assert before["history"]["val_loss"][-1] < before["history"]["val_loss"][0]
+    assert before["history"]["val_accuracy"][-1] > 0.8
+
+    # A step whose worker died may have been counted without the chief hearing of it, and was done again.
+    assert after["samples"] >= before["samples"] + 4 * 240
+    assert after["updates"] >= len(rows)
+    assert len(after["history"]["loss"]) == 4
+    plans = [event["batches"] for event in events if event["kind"] == "plan"]
+    assert plans[0] == [12, 12]
+
+
+def test_without_a_cluster_it_trains_alone(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import keras, numpy as np\n"
+        "from omnilearn.tensorflow import OmniLearn\n"
+        "omni = OmniLearn(8, mode='async')\n"
+        "with omni.scope():\n"
+        "    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "print(omni.fit(model, (np.ones((20, 3)), np.ones((20, 1))), epochs=2, verbose=0).history)\n"
+    )
+    status, out, err = finish(start("--log-dir", tmp_path, script))
+    assert status == 0, err
+    assert "'loss': [" in out
+
+
+@pytest.mark.parametrize(("options", "words"), [("staleness='bounded'", "bounded"), ("mode='sync'", "mode='async'")])
+def test_what_the_strategy_cannot_do_is_said(options: str, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    mode = "" if options.startswith("mode") else "mode='async', "
+    script.write_text(f"from omnilearn.tensorflow import OmniLearn\nOmniLearn(8, {mode}{options})\n")
+    status, _, err = finish(start("--nproc", 1, "--ps", 1, "--log-dir", tmp_path, script))
+    assert status != 0
+    assert words in err
