@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnilearn.observe import read
+from tests.tensorflow.gang import Gang
 from tests.tensorflow.test_run import ROOT, finish, start
 
 
@@ -40,27 +41,22 @@ def test_counts_are_exact_and_a_killed_worker_is_survived(tmp_path: Path) -> Non
     assert plans[0] == [12, 12]
 
 
-def test_without_a_cluster_it_trains_alone(tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(
-        "import keras, numpy as np\n"
-        "from omnilearn.tensorflow import OmniLearn\n"
-        "omni = OmniLearn(8, mode='async')\n"
-        "with omni.scope():\n"
-        "    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])\n"
-        "    model.compile('sgd', 'mse')\n"
-        "print(omni.fit(model, (np.ones((20, 3)), np.ones((20, 1))), epochs=2, verbose=0).history)\n"
-    )
-    status, out, err = finish(start("--log-dir", tmp_path, script))
-    assert status == 0, err
-    assert "'loss': [" in out
+def test_without_a_cluster_it_trains_alone(workers: Gang) -> None:
+    for result in workers.run("alone_async"):
+        assert result["size"] == 1
+        assert result["loss"][-1] < result["loss"][0]
 
 
-@pytest.mark.parametrize(("options", "words"), [("staleness='bounded'", "bounded"), ("mode='sync'", "mode='async'")])
-def test_what_the_strategy_cannot_do_is_said(options: str, words: str, tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    mode = "" if options.startswith("mode") else "mode='async', "
-    script.write_text(f"from omnilearn.tensorflow import OmniLearn\nOmniLearn(8, {mode}{options})\n")
-    status, _, err = finish(start("--nproc", 1, "--ps", 1, "--log-dir", tmp_path, script))
-    assert status != 0
-    assert words in err
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bounded", "staleness='bounded' cannot be had"),
+        ("sync with ps", "use mode='async'"),
+        ("async without ps", "--ps 1"),
+        ("evaluator", "a chief, workers and ps"),
+        ("no json", "TF_CONFIG cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_said(workers: Gang, kind: str, words: str) -> None:
+    for message in workers.run("refused_cluster", kind):
+        assert words in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -387,3 +388,44 @@ def events(folder: str) -> None:
         for _ in range(4):
             for batch in dataset:
                 omni.step(lambda batch: tf.reduce_mean(tf.square(model(batch[0]) - batch[1])), batch)
+
+
+# Asynchronous mode without processes of its own
+
+
+def alone_async() -> dict[str, Any]:
+    """Where there is no cluster, mode="async" trains in this process."""
+    before = os.environ.pop("TF_CONFIG")
+    try:
+        x, y, _ = numbers()
+        omni = OmniLearn(8, mode="async")
+        with omni.scope():
+            model = network()
+            model.compile("sgd", "mse")
+        history = omni.fit(model, (x, y), epochs=3, verbose=0).history
+        return {"loss": history["loss"], "size": omni.world_size}
+    finally:
+        os.environ["TF_CONFIG"] = before
+
+
+def refused_cluster(kind: str) -> str:
+    before = os.environ["TF_CONFIG"]
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    task: dict[str, Any] = {"type": "chief", "index": 0}
+    options: dict[str, Any] = {"mode": "async"}
+    if kind == "sync with ps":
+        options = {}
+    if kind == "async without ps":
+        del cluster["ps"]
+    if kind == "evaluator":
+        task = {"type": "evaluator", "index": 0}
+    if kind == "bounded":
+        options["staleness"] = "bounded"
+    os.environ["TF_CONFIG"] = "{" if kind == "no json" else json.dumps({"cluster": cluster, "task": task})
+    try:
+        OmniLearn(8, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ["TF_CONFIG"] = before
+    return "accepted"

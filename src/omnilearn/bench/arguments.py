@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-from omnilearn.bench.workloads import NAMES
+from omnilearn.bench.names import NAMES, TF_NAMES
 from omnilearn.cluster.emulation import LEVELS
+from omnilearn.errors import UsageError
 
 
 def positive(text: str) -> int:
@@ -40,6 +41,24 @@ def add_models(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> Non
         help=f"workloads, of {', '.join(NAMES)} (default: {','.join(default)})",
     )
     parser.add_argument("--size", choices=("small", "full"), default="small", help="of the models (default: small)")
+
+
+def add_framework(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--framework",
+        choices=("pytorch", "tensorflow"),
+        default="pytorch",
+        help=f"what to train with; tensorflow has the workloads {', '.join(TF_NAMES)} (default: pytorch)",
+    )
+
+
+def check_framework(args: argparse.Namespace) -> None:
+    """Refuse what was asked for and is not there."""
+    missing = [name for name in args.model if args.framework == "tensorflow" and name not in TF_NAMES]
+    if missing:
+        raise UsageError(f"there is no {', '.join(missing)} for TensorFlow: choose from {', '.join(TF_NAMES)}")
+    if args.framework == "tensorflow" and getattr(args, "device", "cpu") != "cpu":
+        raise UsageError("TensorFlow is measured on CPUs: leave --device out")
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

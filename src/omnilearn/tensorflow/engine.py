@@ -40,14 +40,15 @@ class Clock:
     def __init__(self) -> None:
         self._last: float | None = None
         self._steps: deque[Timing | None] = deque()
+        self.latest: Timing | None = None
 
     def restart(self) -> None:
         self._last = None
 
     def add(self, ready: float, end: float) -> None:
-        known = self._last is not None
-        self._steps.append(Timing(max(ready - self._last, 1e-9), max(end - ready, 0.0)) if known else None)  # type: ignore[operator]
-        self._last = end
+        last, self._last = self._last, end
+        self.latest = None if last is None else Timing(max(ready - last, 1e-9), max(end - ready, 0.0))
+        self._steps.append(self.latest)
 
     def take(self) -> Timing | None:
         return self._steps.popleft() if self._steps else None
