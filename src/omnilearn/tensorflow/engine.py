@@ -208,38 +208,38 @@ class SyncEngine(SyncLoop):
         return self._functions[key]
 
     def _step(self, compute: Any, batch: Any, weight: Any, total: Any, weighted: bool, reduce: Any) -> Any:
-        variables, flat, own = self._gradient(compute, batch)
-        flat = tf.concat([flat, tf.stack([own, tf.ones_like(own)])], axis=0)
-        with tf.control_dependencies([flat]):
+        variables, gradients, own = self._gradient(compute, batch)
+        with tf.control_dependencies([*gradients, own]):
             ready = end = tf.timestamp()
+        loss = own
         if reduce is not None:
+            kind = _widest([gradient.dtype for gradient in gradients])
+            parts = [tf.cast(tf.reshape(part, [-1]), kind) for part in (*gradients, own, 1.0)]
+            flat = tf.concat(parts, axis=0) * tf.cast(weight / total, kind)
+            with tf.control_dependencies([flat]):
+                ready = tf.timestamp()
             with tf.control_dependencies([ready]):
-                flat = reduce_sum(flat * tf.cast(weight / total, flat.dtype), self.world.timeout, *reduce)
+                flat = reduce_sum(flat, self.world.timeout, *reduce)
             with tf.control_dependencies([flat]):
                 end = tf.timestamp()
             if weighted:  # their sum was not known before; it came along
                 flat = flat / flat[-1]
-        *parts, loss, _ = tf.split(flat, [*(int(np.prod(v.shape)) for v in variables), 1, 1])
-        gradients = [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
-        # Any number that is not finite makes the sum so; a sum may overflow by itself.
-        finite = tf.math.is_finite(tf.reduce_sum(flat))
-        finite = tf.cond(finite, lambda: True, lambda: tf.reduce_all(tf.math.is_finite(flat)))
-        scaler = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)  # it leaves such steps out by itself
-
-        def apply() -> Any:
-            self.optimizer.apply(gradients, variables)
-            return True
-
-        if scaler:
-            apply()
-            finite = tf.constant(True)
+            *parts, loss, _ = tf.split(flat, [*(int(np.prod(v.shape)) for v in variables), 1, 1])
+            gradients = [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
+            finite = _finite([flat])
         else:
-            tf.cond(finite, apply, lambda: False)
+            finite = _finite(gradients)
+        scaler = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)  # it leaves such steps out by itself
+        if self.nonfinite == "skip" and not scaler:
+            tf.cond(finite, lambda: self.optimizer.apply(gradients, variables), lambda: None)
+        else:  # where a bad step ends the run anyway, a branch in every step would cost some percent
+            self.optimizer.apply(gradients, variables)
+        finite = tf.constant(True) if scaler else finite
         facts = tf.stack([ready, end, tf.cast(finite, tf.float64), tf.cast(own, tf.float64)])
         return tf.squeeze(loss), facts
 
-    def _gradient(self, compute: Any, batch: Any) -> tuple[list[Any], Any, Any]:
-        """The variables the loss depends on, its gradient as one vector, and the loss: this worker's mean."""
+    def _gradient(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """The variables the loss depends on, its gradient, and the loss: the mean over this worker's batch."""
         size = self.micro_batch
         if not size:
             return self._pass(compute, batch)
@@ -248,24 +248,26 @@ class SyncEngine(SyncLoop):
         def part(start: Any) -> Any:
             return tf.nest.map_structure(lambda t: t[start : start + size], batch)
 
-        variables, flat, loss = self._pass(compute, part(0))
-        first = tf.cast(tf.minimum(size, count), flat.dtype)
+        def weigh(start: Any, values: list[Any]) -> list[Any]:
+            n = tf.minimum(size, count - start)
+            return [value * tf.cast(n, value.dtype) for value in values]
 
-        def more(start: Any, flat: Any, loss: Any) -> Any:
-            _, extra, its = self._pass(compute, part(start))
-            n = tf.cast(tf.minimum(size, count - start), flat.dtype)
-            return start + size, flat + n * extra, loss + n * its
+        variables, gradients, loss = self._pass(compute, part(0))
 
-        _, flat, loss = tf.while_loop(
+        def more(start: Any, *sums: Any) -> Any:
+            _, gradients, loss = self._pass(compute, part(start))
+            return start + size, *(a + b for a, b in zip(sums, weigh(start, [*gradients, loss]), strict=True))
+
+        _, *sums = tf.while_loop(
             lambda start, *_: start < count,
             more,
-            (tf.constant(size), first * flat, first * loss),
+            (tf.constant(size), *weigh(tf.constant(0), [*gradients, loss])),
             parallel_iterations=1,
         )
-        samples = tf.cast(count, flat.dtype)
-        return variables, flat / samples, loss / samples
+        *gradients, loss = [value / tf.cast(count, value.dtype) for value in sums]
+        return variables, gradients, loss
 
-    def _pass(self, compute: Any, batch: Any) -> tuple[list[Any], Any, Any]:
+    def _pass(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
         with tf.GradientTape() as tape:
             loss = tf.convert_to_tensor(compute(batch))
             if loss.shape.rank:
@@ -274,12 +276,20 @@ class SyncEngine(SyncLoop):
                 )
             scaled = self.optimizer.scale_loss(loss)
         pairs = zip(tape.gradient(scaled, _values(self.model)), self.model.trainable_variables, strict=True)
-        used = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        used = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in pairs if gradient is not None]
         if not used:
             raise UsageError("the loss does not depend on any trainable variable of the model given to prepare()")
-        kind = _widest([gradient.dtype for gradient, _ in used])
-        flat = [tf.cast(tf.reshape(tf.convert_to_tensor(gradient), [-1]), kind) for gradient, _ in used]
-        return [variable for _, variable in used], tf.concat(flat, axis=0), tf.cast(loss, kind)
+        return [variable for _, variable in used], [gradient for gradient, _ in used], loss
+
+
+def _finite(values: list[Any]) -> Any:
+    """Whether all is finite. Any number that is not makes a sum so; a sum may also overflow by itself."""
+    sums = tf.add_n([tf.cast(tf.reduce_sum(value), tf.float64) for value in values])
+
+    def exactly() -> Any:
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+    return tf.cond(tf.math.is_finite(sums), lambda: True, exactly)
 
 
 def _values(model: Any) -> list[Any]:
