@@ -14,7 +14,7 @@ from tests.faults import Faults
 
 kind, rank, mark = sys.argv[1:]
 fault = Faults(kind, int(rank), 4, mark)
-omni = OmniLearn(12, policy="uniform", timeout=60)
+omni = OmniLearn(12, policy="uniform", timeout=15 if kind == "freeze" else 60)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 omni.prepare(model, keras.optimizers.SGD(0.01))
 

@@ -38,6 +38,7 @@ def _serve(pipe: Connection, rank: int, workers: dict[str, list[str]]) -> None:
     os.environ.pop("OMNILEARN_LOG_DIR", None)
     from tests.tensorflow import work
 
+    work.boot()
     while (job := pipe.recv()) is not None:
         name, args = job
         try:

@@ -36,7 +36,7 @@ def test_a_step_is_the_one_of_a_single_machine(
     for result in results:
         assert result["apart"] < 1e-10
         assert same(result["weights"], results[0]["weights"])
-        assert result["traces"] == 1
+        assert result["traces"] <= 2  # one with the others and one alone, whatever the batches
     assert sum(result["samples"] for result in results) == 2 * SIZE
     assert {(0,), (1, 2), (0, 1, 2)} <= set.union(*(result["sets"] for result in results))
     # Rank 2 sits some steps out; the losses it has are those of the whole global batch.

@@ -157,14 +157,14 @@ class SyncEngine(SyncLoop):
                 "step(weight=…) with OmniLearn(micro_batch=…): weights within a batch are not known: use one"
             )
         alone, samples = len(self.active) < 2, share.sizes[self.rank]
+        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
         number, function = self._function(compute_loss, batch, weight is not None, alone)
-        mine = float(samples if weight is None else weight)
-        keys = (0, 0, 0)
+        part, keys = float(samples if weight is None else weight) / share.total, (0, 0, 0)
         if not alone:
             group = self.group(self.active)
             keys = (len(group), group.key, group.instance("gradient", number))
         with self.world.naming_the_culprit("reducing gradients"):
-            loss, facts = function(batch, mine, float(share.total), *keys)
+            loss, facts = function(batch, tf.constant(part, tf.float64), tf.constant(keys, tf.int32))
             ready, end, finite, own = facts.numpy().tolist()
         self.clock.add(ready, end)
         self.done = True
@@ -188,34 +188,35 @@ class SyncEngine(SyncLoop):
 
     def _function(self, compute_loss: Callable[[Any], Any], batch: Any, weighted: bool, alone: bool) -> Any:
         """The traced step for this way of computing a loss, and its number."""
-        spec = tf.nest.map_structure(any_size, batch)
-        key = (_identity(compute_loss), repr(spec), weighted, alone)
+        parts = tuple((part.dtype, *part.shape[1:]) for part in tf.nest.flatten(batch))
+        key = (_identity(compute_loss), type(batch), parts, weighted, alone)
         if key not in self._functions:
+            spec = tf.nest.map_structure(any_size, batch)
             if len({known for known, *_ in self._functions}) >= MOST_FUNCTIONS:
                 raise UsageError(
                     f"step() has seen {MOST_FUNCTIONS} different functions to compute a loss, each of which TensorFlow "
                     f"must trace: define it once, before the loop"
                 )
-            number, whole = tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.int32)
 
-            def step(batch: Any, weight: Any, total: Any, size: Any, group: Any, instance: Any) -> Any:
-                reduce = None if alone else (size, group, instance)
-                return self._step(compute_loss, batch, weight, total, weighted, reduce)
+            def step(batch: Any, part: Any, keys: Any) -> Any:
+                return self._step(compute_loss, batch, part, weighted, None if alone else tf.unstack(keys, 3))
 
-            traced = tf.function(step, input_signature=[spec, number, number, whole, whole, whole])
+            signature = [spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([3], tf.int32)]
+            # Concrete, because to look for the right trace takes TensorFlow about half a millisecond per call.
+            traced = tf.function(step, input_signature=signature).get_concrete_function()
             self._functions[key] = len(self._functions), traced
             self._kept.append(compute_loss)  # so that what identifies it stays alive
         return self._functions[key]
 
-    def _step(self, compute: Any, batch: Any, weight: Any, total: Any, weighted: bool, reduce: Any) -> Any:
+    def _step(self, compute: Any, batch: Any, part: Any, weighted: bool, reduce: Any) -> Any:
         variables, gradients, own = self._gradient(compute, batch)
         with tf.control_dependencies([*gradients, own]):
             ready = end = tf.timestamp()
         loss = own
         if reduce is not None:
             kind = _widest([gradient.dtype for gradient in gradients])
-            parts = [tf.cast(tf.reshape(part, [-1]), kind) for part in (*gradients, own, 1.0)]
-            flat = tf.concat(parts, axis=0) * tf.cast(weight / total, kind)
+            parts = [tf.cast(tf.reshape(value, [-1]), kind) for value in (*gradients, own, 1.0)]
+            flat = tf.concat(parts, axis=0) * tf.cast(part, kind)
             with tf.control_dependencies([flat]):
                 ready = tf.timestamp()
             with tf.control_dependencies([ready]):
@@ -225,7 +226,9 @@ class SyncEngine(SyncLoop):
             if weighted:  # their sum was not known before; it came along
                 flat = flat / flat[-1]
             *parts, loss, _ = tf.split(flat, [*(int(np.prod(v.shape)) for v in variables), 1, 1])
-            gradients = [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
+            gradients = [
+                tf.cast(tf.reshape(value, v.shape), v.dtype) for value, v in zip(parts, variables, strict=True)
+            ]
             finite = _finite([flat])
         else:
             finite = _finite(gradients)

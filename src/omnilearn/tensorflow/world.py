@@ -231,7 +231,8 @@ class World(Peers):
             if self.control is None or not _is_connection_error(error):
                 raise
             note = _note(text) or _lost(text, self.timeout)
-            self._tell(note)  # who waits for us, and not for the one that failed, hears of it from us
+            if not isinstance(error, (tf.errors.DeadlineExceededError, TimeoutError)):  # which they notice themselves
+                self._tell(note)  # who waits for us, and not for the one that failed, hears of it from us
             raise PeerFailure(f"{note} (while this rank was {doing})") from None
 
     def report_failure(self, error: BaseException) -> None:
