@@ -14,6 +14,7 @@ import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,6 +39,8 @@ AHEAD = 2
 """Steps under way for each worker, so that none waits for the chief."""
 THRESHOLD = 8
 """With staleness="discard", gradients older than this many updates are dropped."""
+AT_END = 30.0
+"""Seconds to wait for the steps under way when one has failed."""
 WALKS = 256
 """Different orders of the samples, after which they come again."""
 FACTS = ("worker", "batch", "pull", "compute", "push", "loss", "staleness", "applied")
@@ -170,7 +173,7 @@ class AsyncEngine:
 
     def _run(self, step: Any, until: int, calls: Any) -> list[dict[str, float]]:
         """Have steps done until so many samples were used in all. What every step told."""
-        results: queue.Queue[Any] = queue.Queue()
+        results: queue.Queue[Any] = queue.Queue(maxsize=self.size)  # who is far ahead of the chief waits
         stop = threading.Event()
 
         def keep_busy() -> None:
@@ -197,10 +200,14 @@ class AsyncEngine:
                     samples += int(row["batch"])
                     calls.on_train_batch_end(len(done) - 1, {"loss": row["loss"]})
                     self._learn(row)
-        finally:
+        except BaseException:
             stop.set()
-            for thread in threads:
-                thread.join(60)
+            deadline = time.monotonic() + AT_END
+            # They wait to be heard; the coordinator fails all steps once one has failed.
+            while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    results.get(timeout=0.1)
+            raise
         return done
 
     def _told(self, result: Any) -> dict[str, float]:
