@@ -39,7 +39,7 @@ SMALL = 512
 """Bytes of a value that travels in one collective; a larger one needs a second."""
 MEETING = 600.0
 """Seconds to wait for all workers to appear."""
-HEARTBEAT = 10.0
+HEARTBEAT = 20.0
 """Seconds without a sign of life after which a worker counts as gone where no connection broke."""
 LINGER = 0.5
 """Seconds a failing process gives its message to reach the peers."""
@@ -371,4 +371,6 @@ def _lost(text: str, timeout: float) -> str:
     who = f"rank {int(rank[2]) + chiefs}" if rank else "a peer"
     if "Deadline" in text or "timed out" in text.lower():
         return f"a peer did not answer within {timeout:g} s: is it frozen, or very slow?"
+    if "heartbeat" in text:
+        return f"lost {who}: it gives no sign of life any more: frozen, killed, or its machine is gone"
     return f"lost {who}: its process was killed or ended, or its machine is gone"
