@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Timing:
-    busy: float
-    wait: float
+from omnilearn.engine.planner import Timing
 
 
 class Clock:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -21,7 +19,9 @@ from torch import nn
 
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
-from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.engine.planner import Planner, Stop
+from omnilearn.engine.progress import Progress
+from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock
@@ -30,7 +30,6 @@ from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
-from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.shortage import Shortage
 from omnilearn.pytorch.world import World
 
@@ -91,7 +90,7 @@ class SyncEngine:
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._check = Finite(module, every_time=nonfinite == "skip")
-        self._progress = _Progress()
+        self._progress = Progress()
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
@@ -402,18 +401,3 @@ class SyncEngine:
         self.share_buffers()
         if self.membership.parked:
             self.membership.hand_over(self.membership.active[0], self.membership.parked)
-
-
-class _Progress:
-    """The step count, where a launcher asked for it (emulated clusters change at given steps)."""
-
-    def __init__(self) -> None:
-        path = os.environ.get("OMNILEARN_PROGRESS")
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path else None
-        except OSError as error:
-            raise InfeasibleError(f"cannot write OMNILEARN_PROGRESS={path}: {error}") from error
-
-    def write(self, step: int) -> None:
-        if self._file is not None:
-            os.pwrite(self._file, struct.pack("<q", step), 0)
