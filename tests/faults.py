@@ -9,9 +9,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("kill", "freeze", "slow", "exception", "nan")
 

@@ -35,7 +35,7 @@ def test_import_omnilearn_loads_nothing() -> None:
     assert packages <= {"omnilearn"} | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("package", ["omnilearn.control", "omnilearn.data"])
+@pytest.mark.parametrize("package", ["omnilearn.control", "omnilearn.data", "omnilearn.engine.loop"])
 def test_control_and_data_need_numpy_alone(package: str) -> None:
     assert loaded(f"import {package}") <= {"omnilearn", "numpy"} | sys.stdlib_module_names | _of_numpy()
 
@@ -52,6 +52,14 @@ def test_errors_and_the_command_line_load_no_framework() -> None:
     )
     assert loaded("import omnilearn.cli; omnilearn.cli.build_parser()").isdisjoint({*frameworks, "numpy"})
     assert loaded("import omnilearn.cli; omnilearn.cli.build_parser('bench')").isdisjoint(frameworks)
+
+
+@pytest.mark.parametrize(("mine", "other"), [("tensorflow", "torch"), ("pytorch", "tensorflow")])
+def test_a_framework_does_not_load_the_other(mine: str, other: str) -> None:
+    pytest.importorskip({"pytorch": "torch", "tensorflow": "keras"}[mine])
+    code = f"import sys, omnilearn.{mine}; print({other!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_no_side_effects() -> None:

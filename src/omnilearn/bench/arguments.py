@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-from omnilearn.bench.workloads import ANY_IMAGE, NAMES, Size
+from omnilearn.bench.names import ANY_IMAGE, NAMES, TF_NAMES, Size
 from omnilearn.cluster.emulation import FORMS, LEVELS
+from omnilearn.errors import UsageError
 
 
 def positive(text: str) -> int:
@@ -51,6 +52,24 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 def size_of(args: argparse.Namespace) -> Size:
     return Size(args.size, args.batch, args.image, args.bf16)
+
+
+def add_framework(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--framework",
+        choices=("pytorch", "tensorflow"),
+        default="pytorch",
+        help=f"what to train with; tensorflow has the workloads {', '.join(TF_NAMES)} (default: pytorch)",
+    )
+
+
+def check_framework(args: argparse.Namespace) -> None:
+    """Refuse what was asked for and is not there."""
+    missing = [name for name in args.model if args.framework == "tensorflow" and name not in TF_NAMES]
+    if missing:
+        raise UsageError(f"there is no {', '.join(missing)} for TensorFlow: choose from {', '.join(TF_NAMES)}")
+    if args.framework == "tensorflow" and getattr(args, "device", "cpu") != "cpu":
+        raise UsageError("TensorFlow is measured on CPUs: leave --device out")
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from omnilearn.bench import transport
 from omnilearn.bench.arguments import add_levels, add_models, positive
-from omnilearn.bench.contestants import Block
+from omnilearn.bench.block import Block
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.oracle import show
 from omnilearn.bench.progress import Progress

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from omnilearn.bench.block import Block
 from omnilearn.bench.workloads import Pool, Workload
 from omnilearn.control import Policy
 from omnilearn.pytorch import OmniLearn
@@ -24,19 +25,6 @@ from omnilearn.pytorch.clock import Clock
 
 TIMEOUT = 120.0
 """Seconds after which a peer that does not answer ends the benchmark."""
-
-
-@dataclass
-class Block:
-    """What one worker saw of some steps, by the step's number. It has no entry for a step it sat out."""
-
-    begin: float = field(default_factory=time.perf_counter)
-    ends: dict[int, float] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)
-    busy: dict[int, float] = field(default_factory=dict)
-    wait: dict[int, float] = field(default_factory=dict)
-    end: float = 0.0
-    loss: float | None = None
 
 
 @dataclass

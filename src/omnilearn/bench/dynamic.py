@@ -17,11 +17,12 @@ import numpy as np
 from omnilearn.bench import oracle
 from omnilearn.bench.arguments import add_models, names, positive, size_of
 from omnilearn.bench.gang import Batches, Gang, Trace
+from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.bench.sync import steps_to
-from omnilearn.bench.workloads import Size, workload
+from omnilearn.bench.workloads import workload
 from omnilearn.cluster.emulation import LEVELS, level
 from omnilearn.cluster.resources import cores
 

@@ -17,8 +17,9 @@ import torch
 
 from omnilearn.bench.arguments import add_device, positive
 from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.engine.story import Story
 from omnilearn.observe import EventLog
-from omnilearn.pytorch.story import Story
+from omnilearn.pytorch.clock import later
 from omnilearn.pytorch.world import World
 
 GOAL = 0.005
@@ -62,14 +63,14 @@ def _costs(story: Story, steps: int, device: torch.device) -> list[float]:
     costs, spent = [], 0.0
     for step in range(0, steps, EXCHANGE):
         begin = time.thread_time()
-        kept = [story.later(loss) for _ in range(EXCHANGE)]
+        kept = [later(loss) for _ in range(EXCHANGE)]
         story.steps(
             step,
             batch=[32] * EXCHANGE,
             busy=[round(0.0123456789 + 1e-7 * step, 6)] * EXCHANGE,
             wait=[round(0.00123456789, 6)] * EXCHANGE,
             data=[round(0.000123456789, 6)] * EXCHANGE,
-            loss=[float(f"{float(value):.6g}") for value in kept if value is not None],
+            loss=[float(f"{float(value):.6g}") for value in kept],
         )
         spent += time.thread_time() - begin
         if (step + EXCHANGE) % each == 0:

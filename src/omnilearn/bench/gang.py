@@ -13,6 +13,7 @@ steps. Every wait has a time limit and says what it waited for; nothing is left 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +35,12 @@ import numpy as np
 import numpy.typing as npt
 
 import omnilearn
-from omnilearn.bench.contestants import Block
-from omnilearn.bench.workloads import Size
+from omnilearn.bench.block import Block
+from omnilearn.bench.names import Size
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.emulation import Emulation, Worker, level, scaled
 from omnilearn.cluster.emulator import Emulator
+from omnilearn.cluster.ports import free_ports
 from omnilearn.cluster.resources import cores
 from omnilearn.errors import OmniLearnError
 
@@ -121,6 +124,7 @@ class Gang:
         device: str = "cpu",
         links: Sequence[int] | None = None,
         emulation: Emulation | None = None,
+        framework: str = "pytorch",
     ) -> None:
         share = scaled([1] * size, cores())
         # Shares change while workers run, which pinning to cores cannot do.
@@ -140,6 +144,8 @@ class Gang:
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._store: Any = None
+        self.framework = framework
+        self._ports = free_ports(self.size) if framework == "tensorflow" else []
         self._undo = contextlib.ExitStack()
 
     # Start and end
@@ -166,7 +172,8 @@ class Gang:
         mine, theirs = socket.socketpair()
         source = str(Path(omnilearn.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        member = [sys.executable, "-m", "omnilearn.bench.member", str(theirs.fileno()), str(rank), str(self.size)]
+        module = "omnilearn.bench.tf_member" if self._ports else "omnilearn.bench.member"
+        member = [sys.executable, "-m", module, str(theirs.fileno()), str(rank), str(self.size)]
         with theirs, open(self._logs / str(rank), "wb") as log:
             process = subprocess.Popen(
                 self.emulator.command(rank, member, with_parent=threading.current_thread() is threading.main_thread()),
@@ -175,10 +182,23 @@ class Gang:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for us; we end them
-                env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **self._place(rank)},
             )
         self._processes.append(process)
         self._pipes.append(Connection(mine.detach()))
+
+    def _place(self, rank: int) -> dict[str, str]:
+        """TensorFlow's processes must know each other before they start."""
+        if not self._ports:
+            return {}
+        workers = [f"{self.emulator.address(k)}:{port}" for k, port in enumerate(self._ports)]
+        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        return {"TF_CONFIG": json.dumps(config), "TF_CPP_MIN_LOG_LEVEL": "2"} if self.size > 1 else {}
+
+    def workload(self, name: str, size: str | Size = "small") -> Any:
+        """What is trained under that name, in the gang's framework."""
+        module = "omnilearn.bench.tf_workloads" if self._ports else "omnilearn.bench.workloads"
+        return import_module(module).workload(name, size)
 
     def _end(self) -> None:
         for pipe in self._pipes:
@@ -255,11 +275,13 @@ class Gang:
     @contextlib.contextmanager
     def session(self, workload: str, size: str | Size = "small", *, watch: bool = True) -> Iterator[int]:
         """A process group and a workload for the contestants to come. Yields the model's least batch."""
-        from torch.distributed import TCPStore
+        address, port = self.emulator.host_address, 0
+        if self.framework == "pytorch":
+            from torch.distributed import TCPStore
 
-        address = self.emulator.host_address
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        begun = self.all("begin", address, self._store.port, workload, size, watch, doing=f"the session {workload}")
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        begun = self.all("begin", address, port, workload, size, watch, doing=f"the session {workload}")
         yield begun[0]
         self.all("end", doing=f"the end of the session {workload}")
         self._store = None

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-import traceback
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from omnilearn.bench.contestants import TIMEOUT, AsyncOmni, Block, Job, Omni, Plain, local_steps
-from omnilearn.bench.workloads import Pool, Size, digits, workload
+from omnilearn.bench.block import Block
+from omnilearn.bench.contestants import TIMEOUT, AsyncOmni, Job, Omni, Plain, local_steps
+from omnilearn.bench.names import Size
+from omnilearn.bench.service import named_policy, serve
+from omnilearn.bench.workloads import Pool, digits, workload
 from omnilearn.cluster.resources import cores
-from omnilearn.control import Optimal, Policy, Proportional
 from omnilearn.pytorch.model import smallest_batch
 
 TESTED = 360
@@ -122,32 +121,5 @@ class Member:
         return float(right)
 
 
-def named_policy(text: str) -> str | Policy:
-    """A policy by a name that can be sent: ``optimal``, ``optimal from uniform``, ``proportional every 20``."""
-    word, _, option = text.partition(" ")
-    if option == "from uniform":
-        return Optimal(first="uniform") if word == "optimal" else Proportional(first="uniform")
-    if option.startswith("every "):
-        return Proportional(every=int(option.removeprefix("every ")))
-    return text
-
-
-def main(arguments: list[str]) -> None:
-    descriptor, rank, size = map(int, arguments)
-    pipe, member = Connection(descriptor), Member(rank, size)
-    while True:
-        try:
-            request = pipe.recv()
-        except EOFError:
-            break
-        name, args = request
-        try:
-            answer = ("done", getattr(member, name)(*args))
-        except BaseException:
-            answer = ("failed", traceback.format_exc())
-        pipe.send(answer)
-    os._exit(0)  # nothing is left to be tidied up, and gloo's threads need not be waited for
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(Member)

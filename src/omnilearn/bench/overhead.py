@@ -1,5 +1,7 @@
 """What OmniLearn costs where it has nothing to do: equal machines, against raw DistributedDataParallel.
 
+With TensorFlow, which has no DistributedDataParallel, *ddp* is a hand-written loop with the same collectives.
+
 Both live in the same processes and take turns in short blocks of steps; every pair of neighbouring blocks gives a
 ratio. ``ratio`` compares a block's typical (median) step, ``ratio_of_totals`` whole blocks, with all that happens
 between steps and at the ends of an epoch. On CUDA single steps cannot be timed without stopping the card, so both are
@@ -14,17 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from omnilearn.bench.arguments import add_cluster, add_device, add_size, names, positive, size_of
+from omnilearn.bench.arguments import (
+    add_cluster,
+    add_device,
+    add_framework,
+    add_size,
+    check_framework,
+    names,
+    positive,
+    size_of,
+)
 from omnilearn.bench.gang import Gang, Trace
+from omnilearn.bench.names import NAMES, Size
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
-from omnilearn.bench.workloads import NAMES, Size, workload
 from omnilearn.cluster.emulation import parse
 from omnilearn.cluster.resources import cores
 from omnilearn.control import apportion
 from omnilearn.errors import InfeasibleError
 
-GOAL = 1.01
+GOALS = {"pytorch": 1.01, "tensorflow": 1.05}
+"""Against raw DDP; against a hand-written loop with the same collectives."""
 CONTESTANTS = ("ddp", "uniform", "optimal")
 WARM_UP = 2
 """Steps at the start of a block that do not count in ``ratio``."""
@@ -42,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=positive, help="blocks of each contestant (default: 40, quick: 6)")
     parser.add_argument("--steps", type=positive, help="steps per block (default: 20, quick: 10)")
     add_device(parser)
+    add_framework(parser)
 
 
 def run(args: argparse.Namespace) -> Record:
@@ -49,14 +62,17 @@ def run(args: argparse.Namespace) -> Record:
     if steps <= WARM_UP:
         raise InfeasibleError(f"--steps {steps} leaves nothing to measure: the first {WARM_UP} of a block are dropped")
     if args.model is None:
-        args.model = ("even",) if args.quick else ("resnet18", "digits") if find_spec("sklearn") else ("resnet18",)
+        large = ("resnet18",) if args.framework == "pytorch" else ("heavy",)
+        args.model = ("even",) if args.quick else (*large, "digits") if find_spec("sklearn") else large
+    check_framework(args)
+    goal = GOALS[args.framework]
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     device = "cuda" if emulation and emulation.uses("mps") else args.device
     rows: list[Row] = []
     models: dict[str, Any] = {}
     with (
         Progress("overhead", len(args.model) * (blocks + 1)) as progress,
-        Gang(args.nproc, limited=False, device=args.device, emulation=emulation) as gang,
+        Gang(args.nproc, limited=False, device=args.device, emulation=emulation, framework=args.framework) as gang,
     ):
         gang.threads([max(1, int(cores()) // gang.size)] * gang.size)
         for name in args.model:
@@ -72,7 +88,8 @@ def run(args: argparse.Namespace) -> Record:
         "steps": steps,
         "ratio": first["ratio"],
         "ratio_spread": first["ratio_spread"],
-        "goal": GOAL,
+        "goal": goal,
+        "framework": args.framework,
         "models": models,
     }
     return Record("overhead", rows, summary)
@@ -81,7 +98,7 @@ def run(args: argparse.Namespace) -> Record:
 def compare(
     gang: Gang, name: str, size: Size, blocks: int, steps: int, device: str, progress: Progress
 ) -> tuple[dict[str, Any], list[Row]]:
-    batch = workload(name, size).global_batch
+    batch = gang.workload(name, size).global_batch
     least = np.ones(gang.size, dtype=np.int64)
     split = tuple(int(b) for b in apportion(np.ones(gang.size), batch, least, np.full(gang.size, batch)))
     with gang.session(name, size, watch=False):

@@ -15,12 +15,20 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_cluster, add_levels, add_models, positive, size_of
+from omnilearn.bench.arguments import (
+    add_cluster,
+    add_framework,
+    add_levels,
+    add_models,
+    check_framework,
+    positive,
+    size_of,
+)
 from omnilearn.bench.gang import Batches, Floats, Gang, Trace, joined
+from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, Search, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
-from omnilearn.bench.workloads import Size, workload
 from omnilearn.cluster.emulation import parse
 from omnilearn.cluster.resources import cores
 
@@ -76,19 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser, "another cluster instead of the levels")
     add_models(parser, ("heavy", "even", "chatty"))
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
+    add_framework(parser)
 
 
 def run(args: argparse.Namespace) -> Record:
+    check_framework(args)
     how = effort(args.quick)
     if args.rounds:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []
-    summary: dict[str, Any] = {"goals": GOALS, "effort": asdict(how), "levels": {}}
+    summary: dict[str, Any] = {"goals": GOALS, "framework": args.framework, "effort": asdict(how), "levels": {}}
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     levels = (args.emulate,) if args.emulate else args.levels
     with (
         Progress("sync", len(levels) * len(args.model) * pieces(how)) as progress,
-        Gang(emulation=emulation) as gang,
+        Gang(emulation=emulation, framework=args.framework) as gang,
     ):
         for level in levels:
             if emulation is None:
@@ -139,7 +149,7 @@ class Contest:
 
     def run(self) -> list[Row]:
         gang, how = self.gang, self.how
-        batch = workload(self.name, self.size).global_batch
+        batch = self.gang.workload(self.name, self.size).global_batch
         with gang.session(self.name, self.size) as least:
             gang.all("open_plain", SPLITS, {})
             self.search = oracle.search(gang, batch, least, quick=how.quick_search, say=self._done)
@@ -250,7 +260,7 @@ class Contest:
             if contestant in self.splits and contestant != "ddp":
                 name = "oracle" if contestant == best else "best subset" if contestant == subset else "fixed split"
             rows.append({"level": self.level, "workload": self.name, "contestant": name, **describe(
-                joined(self.rounds[contestant]), workload(self.name, self.size).global_batch
+                joined(self.rounds[contestant]), self.gang.workload(self.name, self.size).global_batch
             )})  # fmt: skip
         return rows
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from omnilearn.bench import models
+from omnilearn.bench.names import ANY_IMAGE, Size
 from omnilearn.errors import InfeasibleError, UsageError
 
 POOL_BYTES = 256 * 2**20
@@ -40,16 +41,6 @@ class Workload:
     global_batch: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     describe: str
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large a workload is: ``small`` has a point on two CPU cores, ``full`` on a GPU; and what differs from it."""
-
-    kind: str = "small"
-    batch: int | None = None
-    image: int | None = None
-    bf16: bool = False
 
 
 def workload(name: str, size: str | Size = "small") -> Workload:
@@ -306,5 +297,3 @@ _BUILDERS: dict[str, Callable[[bool], Workload]] = {
 }
 
 NAMES: tuple[str, ...] = tuple(_BUILDERS)
-ANY_IMAGE = ("resnet18", "resnet50")
-"""Models that end in an average over whatever is left of the image."""

@@ -136,7 +136,8 @@ def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: st
     lines = _tail(stderrs.get(first.local_rank, ""))
     named = _exception(lines)
     cause = f"{named[:200]} ({_cause(first, emulator)})" if named else _cause(first, emulator)
-    print(f"omnilearn: rank {order[0]} failed first{where}: {cause}", file=sys.stderr)
+    name = f"rank {order[0]}" if isinstance(order[0], int) else order[0]
+    print(f"omnilearn: {name} failed first{where}: {cause}", file=sys.stderr)
     if lines:
         print("\n".join(f"  {line}" for line in lines), file=sys.stderr)
     for rank in others:

@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -76,33 +77,43 @@ def speeds(resources: Sequence[Resources]) -> tuple[float, ...]:
 
 
 def measure_flops(device: str = "cpu") -> float:
-    """FLOP/s of float32 matrix products on ``device``: median of a few blocks, about 0.1 s after warm-up."""
+    """FLOP/s of float32 matrix products on ``device`` by torch: about 0.1 s after warm-up."""
     import torch
 
     place = torch.device(device)
     wait = _synchronise(torch, place)
+
+    def product(size: int) -> Callable[[], None]:
+        a, b = torch.rand(size, size, device=place), torch.rand(size, size, device=place)
+
+        def once() -> None:
+            torch.mm(a, b)
+            wait()
+
+        return once
+
+    return flops_of(product)
+
+
+def flops_of(product: Callable[[int], Callable[[], object]]) -> float:
+    """FLOP/s of the matrix products that ``product(size)`` gives a function for: median of a few blocks."""
     size = 128
     while True:
-        a, b = torch.rand(size, size, device=place), torch.rand(size, size, device=place)
+        multiply = product(size)
         times = []
         for _ in range(3):  # the first pays for set-up, and a worker under a quota may be held in any of them
             start = time.perf_counter()
-            torch.mm(a, b)
-            wait()
+            multiply()
             times.append(time.perf_counter() - start)
-        once = min(times)
-        if once > 0.001 or size >= 8192:
+        if min(times) > 0.001 or size >= 8192:
             break
         size *= 2
-    repeats = max(1, int(BLOCK / 4 / max(once, 1e-6)))
     rates = []
     for _ in range(BLOCKS):
         products, start, spent = 0, time.perf_counter(), 0.0
         while spent < BLOCK:
-            for _ in range(repeats):
-                torch.mm(a, b)
-            wait()
-            products += repeats
+            multiply()
+            products += 1
             spent = time.perf_counter() - start
         rates.append(2.0 * size**3 * products / spent)
     return statistics.median(rates)
@@ -113,6 +124,14 @@ def _synchronise(torch: Any, place: Any) -> Callable[[], None]:
         return lambda: None
     module = torch.get_device_module(place)
     return lambda: module.synchronize()
+
+
+def peak_memory() -> int:
+    """The most memory this process had in use so far, in bytes."""
+    import resource  # not on Windows
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _ram() -> int:

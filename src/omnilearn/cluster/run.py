@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from omnilearn.cluster import emulation as emulations
-from omnilearn.cluster import rendezvous
+from omnilearn.cluster import rendezvous, tf_run
 from omnilearn.cluster.emulator import Emulator
 from omnilearn.cluster.launch import Interrupted, launch, signals_raise
 from omnilearn.cluster.resources import cores
@@ -37,6 +37,8 @@ examples:
   omnilearn run --emulate mps=25,75 train.py          two workers share a card (CUDA MPS, percent)
   omnilearn run --emulate cluster.toml train.py       CPU, memory, network, changes (docs/launch.md)
   omnilearn run -m package.train                      a module
+  omnilearn run --framework tensorflow --nproc 3 train.py           each process gets its TF_CONFIG
+  omnilearn run --framework tensorflow --nproc 3 --ps 1 train.py    mode="async": a parameter server too
 
 several hosts (the same command on each; HOST is any one of them):
   omnilearn run --nnodes 2 --nproc 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id job1 train.py
@@ -48,20 +50,11 @@ exit codes: 0 success, 2 wrong use, 130 interrupted, else that of the worker tha
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    try:
-        # torch reads it once, while it is imported: no C++ stack traces from the launcher; workers keep theirs.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        from torch.distributed.run import get_args_parser
-    except ImportError:
-        parser.error("omnilearn run needs PyTorch: pip install -e '.[torch]' in a checkout of OmniLearn")
-    finally:
-        if quiet:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
     parser.usage, parser.description, parser.epilog = USAGE, DESCRIPTION, EPILOG
     ours = parser.add_argument_group("main options")
-    theirs = parser.add_argument_group("torchrun's options")
-    for action in get_args_parser()._actions:
+    torchrun = _torchrun_parser()
+    theirs = parser.add_argument_group("torchrun's options") if torchrun else parser
+    for action in (torchrun or tf_run.plain_parser())._actions:
         if action.dest in ("help", "log_dir"):
             continue
         if action.dest == "nproc_per_node":
@@ -75,6 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             action.help = {"training_script": "the script to run", "training_script_args": "its arguments"}[action.dest]
             parser._add_action(action)
+    # Those who have no PyTorch get what they can use.
+    ours.add_argument(
+        "--framework", choices=("pytorch", "tensorflow"), default="pytorch" if torchrun else "tensorflow",
+        help="what the script trains with; tensorflow: a TF_CONFIG for each process (default: %(default)s)",
+    )  # fmt: skip
+    ours.add_argument(
+        "--ps", type=int, default=0, metavar="N",
+        help="TensorFlow's mode='async': N parameter servers and a chief beside the workers (default: 0)",
+    )  # fmt: skip
+    theirs_only = {action.dest: action.default for action in torchrun._actions} if torchrun else {}
+    parser.set_defaults(torchrun_defaults=theirs_only)
     ours.add_argument(
         "--emulate", metavar="SPEC", help=f"play a heterogeneous cluster on this machine: {emulations.FORMS}"
     )
@@ -95,6 +99,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _torchrun_parser() -> argparse.ArgumentParser | None:
+    """torchrun's own parser, or None where there is no PyTorch."""
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    try:
+        # torch reads it once, while it is imported: no C++ stack traces from the launcher; workers keep theirs.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from torch.distributed.run import get_args_parser
+    except ImportError:
+        return None
+    finally:
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    parser: argparse.ArgumentParser = get_args_parser()
+    return parser
+
+
 def main(args: argparse.Namespace) -> int:
     before = dict(os.environ)
     try:
@@ -112,9 +132,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    from torch.distributed.run import config_from_args, determine_local_world_size
-
     _check_script(args)
+    if args.framework == "tensorflow":
+        return _main_tensorflow(args)
+    if args.ps:
+        raise UsageError("--ps is for --framework tensorflow: PyTorch's mode='async' starts its server by itself")
+    try:
+        from torch.distributed.run import config_from_args, determine_local_world_size
+    except ImportError:
+        raise UsageError("PyTorch is not installed here: use --framework tensorflow, or pip install torch") from None
     single = _check_nodes(args)
     try:
         nproc = None if args.nproc_per_node is None else int(determine_local_world_size(args.nproc_per_node))
@@ -152,6 +178,16 @@ def _main(args: argparse.Namespace) -> int:
         shown = os.path.relpath(log_dir) if Path.cwd() in log_dir.parents else log_dir
         _say(f"for a page with figures: omnilearn report {shown}")
     return code
+
+
+def _main_tensorflow(args: argparse.Namespace) -> int:
+    nproc = tf_run.check(args, args.torchrun_defaults)
+    emulation = _emulation(args, nproc, single=True)
+    log_dir = make_log_dir(args.log_dir)
+    os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
+    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
+        return tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
 
 
 def _meet(args: argparse.Namespace) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from omnilearn.errors import UsageError
@@ -31,6 +33,8 @@ class TensorBoard:
 
     def _open(self) -> Any:
         if self._writer is None:
+            # TensorBoard's own switch: without it, it imports all of TensorFlow where that is installed.
+            sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
             try:
                 # What torch.utils.tensorboard writes with, too.
                 from tensorboard.compat.proto.event_pb2 import Event

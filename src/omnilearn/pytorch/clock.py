@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Timing:
-    busy: float
-    wait: float
+from omnilearn.engine.planner import Timing
 
 
 class Clock:
@@ -76,3 +71,12 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def later(value: torch.Tensor) -> torch.Tensor:
+    """A number that can be read some steps later without stopping the card; not a number until it is there."""
+    value = value.detach()
+    if not value.is_cuda:
+        return value
+    kept = torch.full((), float("nan"), dtype=value.dtype, pin_memory=True)
+    return kept.copy_(value.reshape(()), non_blocking=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import struct
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,16 +20,17 @@ from torch import nn
 
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.data import Share
-from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.engine.planner import Planner, Stop
+from omnilearn.engine.progress import Progress
+from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import reduction
-from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.clock import Clock, later
 from omnilearn.pytorch.finite import Finite
 from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
 from omnilearn.pytorch.membership import Membership, Workers
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
-from omnilearn.pytorch.planner import Planner, Stop
 from omnilearn.pytorch.shortage import Shortage
 from omnilearn.pytorch.world import World
 
@@ -92,7 +91,7 @@ class SyncEngine:
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._check = Finite(module, every_time=nonfinite == "skip")
-        self._progress = _Progress()
+        self._progress = Progress()
         self._told: torch.Tensor | None = None  # the loss for the events
         self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
         gate(optimizer, "step", self._may_step, self._stepped)
@@ -286,7 +285,8 @@ class SyncEngine:
                 self._reduce_first()
             if self._own_weights:
                 reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
-        self._told = self.planner.keep(self._loss)  # before the clock's mark: there when the step's time is read
+        # Before the clock's mark: it is there when the step's time is read.
+        self._told = later(self._loss) if self.events else None
         self.clock.reduced()
         self._complete = True
 
@@ -413,18 +413,3 @@ class SyncEngine:
         self.share_buffers()
         if self.membership.parked:
             self.membership.hand_over(self.membership.active[0], self.membership.parked)
-
-
-class _Progress:
-    """The step count, where a launcher asked for it (emulated clusters change at given steps)."""
-
-    def __init__(self) -> None:
-        path = os.environ.get("OMNILEARN_PROGRESS")
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path else None
-        except OSError as error:
-            raise InfeasibleError(f"cannot write OMNILEARN_PROGRESS={path}: {error}") from error
-
-    def write(self, step: int) -> None:
-        if self._file is not None:
-            os.pwrite(self._file, struct.pack("<q", step), 0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnilearn.control import apportion
+from omnilearn.engine import evaluation
 from omnilearn.errors import InfeasibleError
 from omnilearn.pytorch.loader import to_device
 
@@ -40,17 +39,10 @@ class EvalLoader:
 
     def part(self) -> range:
         """The samples of this worker."""
-        workers = self._engine.participants()
-        rank = self._engine.rank
-        if rank not in workers:
-            return range(0)
-        planner = self._engine.planner
-        speeds = throughput(planner.state, planner.problem.speeds, self._batch_size)[list(workers)]
-        size, count = len(self._dataset), len(workers)
-        least = 1 if size >= count else 0
-        parts = apportion(speeds, size, np.full(count, least), np.full(count, size))
-        start = int(parts[: workers.index(rank)].sum())
-        return range(start, start + int(parts[workers.index(rank)]))
+        engine, planner = self._engine, self._engine.planner
+        return evaluation.part(
+            engine.rank, engine.participants(), len(self._dataset), self._batch_size, planner.state, planner.problem
+        )
 
     def __len__(self) -> int:
         return len(self._feed)
@@ -80,11 +72,3 @@ class _Feed:
 
     def __len__(self) -> int:
         return -(-len(self._loader.part()) // self._loader.batch_size)
-
-
-def throughput(state: Any, nominal: Any, batch: int) -> Any:
-    """Samples per second of every worker at this batch, as far as measured; else the nominal speeds."""
-    curves = getattr(state, "curves", None)
-    if curves is None or (curves.seen == 0).any():
-        return np.asarray(nominal, dtype=np.float64)
-    return batch / curves.times(np.full(len(curves.alpha), batch))

@@ -18,12 +18,15 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 import omnilearn
 from omnilearn.cluster import resources
-from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure, UsageError
+from omnilearn.engine.peers import Answers, Peers
+from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure
 
 log = logging.getLogger("omnilearn")
 
@@ -31,7 +34,7 @@ NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
 
 
-class World:
+class World(Peers):
     """This process among its peers. ``control`` is a gloo group of all ranks (None: alone)."""
 
     def __init__(self, device: str | torch.device | None, timeout: timedelta, *, alone: bool = False) -> None:
@@ -74,10 +77,6 @@ class World:
         alone = len(cards) == self.size and len(set(cards)) == self.size
         return "nccl" if alone and dist.is_nccl_available() else "gloo"
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def gather(self, value: Any, group: Any = None) -> list[Any]:
         """Every rank's value, in rank order, on every rank of the group (all ranks by default)."""
         group = group or self.control
@@ -88,32 +87,25 @@ class World:
             dist.all_gather_object(values, value, group=group)
         return values
 
-    @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
-        """An error in one rank's block is raised on all ranks. The block itself must not talk to the others."""
-        mine: OmniLearnError | None = None
-        try:
-            yield
-        except OmniLearnError as error:
-            mine = error
-        errors = self.gather(mine)
-        for rank, theirs in enumerate(errors):
-            if theirs is not None:
-                same = all(str(other) == str(theirs) for other in errors)
-                raise mine if same and mine else type(theirs)(f"on rank {rank}: {theirs}")
+    def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
+        sent = torch.from_numpy(row)
+        answers = [torch.empty_like(sent) for _ in range(self.size)]
+        with self.naming_the_culprit("exchanging timings"):
+            work = dist.all_gather(answers, sent, group=self.control, async_op=True)
 
-    def agree(self, what: str, values: dict[str, Any]) -> None:
-        """Raise the same error on all ranks if ``values`` differ between them."""
-        everybody = self.gather({name: repr(value) for name, value in values.items()})
-        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
-            seen = [theirs.get(name) for theirs in everybody]
-            if len(set(seen)) > 1:
-                odd = next(rank for rank, value in enumerate(seen) if value != seen[0])
-                raise UsageError(
-                    f"{what} differ between ranks: {name} is {seen[0] or 'missing'} on rank 0 and "
-                    f"{seen[odd] or 'missing'} on rank {odd}: "
-                    f"start all ranks with the same script, options and packages"
-                )
+        def wait() -> npt.NDArray[np.float64]:
+            with self.naming_the_culprit("exchanging timings"):
+                work.wait(self.timeout)
+            return np.asarray(torch.stack(answers).numpy())
+
+        return wait
+
+    def speed(self) -> float:
+        return resources.measure_flops(str(self.device))
+
+    def peak_memory(self) -> int:
+        on_card = self.device.type == "cuda"
+        return torch.cuda.max_memory_allocated(self.device) if on_card else super().peak_memory()
 
     def agree_versions(self) -> None:
         self.agree("package versions", {"omnilearn": omnilearn.__version__, "torch": torch.__version__.split("+")[0]})

@@ -19,6 +19,7 @@ import omnilearn
 from omnilearn.cluster.rendezvous import local_address
 from omnilearn.cluster.resources import detect
 from omnilearn.control import Plan, Problem
+from omnilearn.engine.progress import Progress
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint
@@ -30,7 +31,6 @@ from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, 
 from omnilearn.pytorch.asynchronous.planning import Planning
 from omnilearn.pytorch.asynchronous.server import Server, Settings
 from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
-from omnilearn.pytorch.engine import _Progress
 from omnilearn.pytorch.loader import check_options, take_over
 from omnilearn.pytorch.model import fingerprint, smallest_batch
 from omnilearn.pytorch.omni import AT_EXIT, OmniLearn
@@ -170,7 +170,7 @@ class AsyncOmniLearn(OmniLearn):
             owner = Owner(model, optimizer, others, copies, state)
             planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
             server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self._options))
-            server.on_progress = _Progress().write
+            server.on_progress = Progress().write
             return server
 
         return process.start(host, build, passport, folder)

@@ -2,7 +2,7 @@
 
 Every few steps all ranks exchange what they measured, in one small asynchronous all-gather; one step later each runs
 the same pure policy on the same report. A new plan takes effect as many steps ahead as the deepest prefetch of any
-rank, so that nothing already fetched is thrown away. Decides nothing itself.
+rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from omnilearn.cluster.resources import measure_flops
 from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.data import Sampler
+from omnilearn.engine.peers import Answers, Peers
+from omnilearn.engine.story import Story
+from omnilearn.errors import OmniLearnError
 from omnilearn.observe import EventLog
-from omnilearn.pytorch.clock import Clock
-from omnilearn.pytorch.memory import Memory
-from omnilearn.pytorch.story import Story
-from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
 
@@ -41,6 +37,30 @@ ALONE_EVERY = 0.5
 
 
 @dataclass(frozen=True)
+class Timing:
+    """One step of one worker, in seconds: its own work, and waiting for the others."""
+
+    busy: float
+    wait: float
+
+
+class Clock(Protocol):
+    """Where this worker's timings come from, oldest first."""
+
+    def take(self) -> Timing | None: ...
+    def clear(self) -> None: ...
+
+
+class Memory(Protocol):
+    """What a worker knows of its memory, where its engine learns it."""
+
+    failed: int
+
+    @property
+    def micro_batch(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
 class Stop:
     """A peer left the loop early, at this position."""
 
@@ -50,13 +70,11 @@ class Stop:
 
 @dataclass
 class _Exchange:
-    """An all-gather under way: what was sent, and where the answers go."""
+    """An all-gather under way: the steps it tells of, and where the answers come from."""
 
     begun: int
     sizes: list[tuple[int, ...]]
-    sent: torch.Tensor
-    answers: list[torch.Tensor]
-    work: Any
+    answers: Answers
 
     @property
     def due(self) -> int:
@@ -69,7 +87,7 @@ class _Row(NamedTuple):
     sizes: tuple[int, ...]
     took_part: bool
     data: float
-    loss: torch.Tensor | None
+    loss: Any  # a number, or something that becomes one; None: not known
 
 
 class Planner:
@@ -77,7 +95,7 @@ class Planner:
 
     def __init__(
         self,
-        world: World,
+        world: Peers,
         clock: Clock,
         policy: Policy,
         problem: Problem,
@@ -85,7 +103,7 @@ class Planner:
         events: EventLog | None = None,
         memory: Memory | None = None,
     ) -> None:
-        self._memory = memory or Memory(world.device)
+        self._memory = memory
         self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
@@ -97,7 +115,7 @@ class Planner:
         self._story = Story(self._events, world)
         self._story.plan(self.state, 0)
         self._exchange: _Exchange | None = None
-        self._pulse = _Pulse(str(world.device))
+        self._pulse = _Pulse(world.speed)
         # On CUDA the last step may still be running: its events are read with the next report.
         self._hold_back = int(any(r.device != "cpu" for r in world.resources))
 
@@ -112,14 +130,8 @@ class Planner:
         self._rows.clear()
         self._clock.clear()
 
-    def keep(self, loss: torch.Tensor) -> torch.Tensor | None:
-        """A step's loss for ``record``, which reads it later; nothing where there are no events."""
-        return self._story.later(loss)
-
-    def record(
-        self, sizes: tuple[int, ...], took_part: bool, data: float = 0.0, loss: torch.Tensor | None = None
-    ) -> None:
-        """A step is over. ``data``: seconds in which this rank waited for its samples. ``loss``: what ``keep`` gave."""
+    def record(self, sizes: tuple[int, ...], took_part: bool, data: float = 0.0, loss: Any = None) -> None:
+        """A step is over. ``data``: seconds in which this rank waited for its samples. ``loss`` is read later."""
         if self._world.size > 1 or self._events:
             self._rows.append(_Row(sizes, took_part, data, loss))
         if self._world.size > 1:
@@ -161,8 +173,8 @@ class Planner:
         self._log_rest(keep=0)
         self._story.curves(self.state, self._logged, now=True)
         if self._exchange is not None:
-            with contextlib.suppress(RuntimeError):
-                self._exchange.work.wait(self._world.timeout)
+            with contextlib.suppress(OmniLearnError, RuntimeError):
+                self._exchange.answers()
             self._exchange = None
 
     def _begin(self, step: int, idle: bool, stop: Stop | None = None) -> None:
@@ -170,9 +182,10 @@ class Planner:
         keep = self._hold_back if stop is None else 0
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
-        sent = torch.zeros(HEADER + 2 * (expected + self._hold_back), dtype=torch.float64)
-        sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
-        self._memory.failed = 0
+        sent = np.zeros(HEADER + 2 * (expected + self._hold_back))
+        if self._memory is not None:
+            sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
+            self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         for i, row in enumerate(rows[: (len(sent) - HEADER) // 2]):
@@ -181,13 +194,10 @@ class Planner:
             if timing is not None and self._steps > WARM_UP:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
         if rows and self._events:
-            busy, wait = sent[HEADER:].view(-1, 2)[: len(rows)].T.tolist()
+            busy, wait = sent[HEADER:].reshape(-1, 2)[: len(rows)].T.tolist()
             self._log_steps(rows, busy, wait)
         self._logged += len(rows)
-        answers = [torch.empty_like(sent) for _ in range(self._world.size)]
-        with self._world.naming_the_culprit("exchanging timings"):
-            work = dist.all_gather(answers, sent, group=self._world.control, async_op=True)
-        self._exchange = _Exchange(step, [row.sizes for row in rows], sent, answers, work)
+        self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent))
         self._reported = step
         if idle:  # nobody waits for what is found: it goes out with the next exchange
             self._pulse.look()
@@ -195,9 +205,7 @@ class Planner:
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
-        with self._world.naming_the_culprit("exchanging timings"):
-            exchange.work.wait(self._world.timeout)
-        table = torch.stack(exchange.answers).numpy()
+        table = exchange.answers()
         self._hear_of_memory(table[:, 3], table[:, 4])
         leaver = table[table[:, 0].argmax()]
         if leaver[0] >= 0:
@@ -251,8 +259,8 @@ class Planner:
 class _Pulse:
     """A parked worker's own speed, looked at now and then, relative to when it was parked."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, speed: Callable[[], float]) -> None:
+        self._speed = speed
         self.forget()
 
     def forget(self) -> float:
@@ -263,7 +271,7 @@ class _Pulse:
     def look(self) -> None:
         if time.monotonic() - self._last < PULSE_EVERY:
             return
-        speed = measure_flops(self._device)
+        speed = self._speed()
         self._last = time.monotonic()
         if self._reference is None:
             self._reference = speed

@@ -1,17 +1,13 @@
-"""What a rank tells the events of its steps, plans and curves. Reads from the GPU only what is long there."""
+"""What a rank tells the events of its steps, plans and curves."""
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
-import torch
-
 from omnilearn.control import State
+from omnilearn.engine.peers import Peers
 from omnilearn.observe import EventLog
-from omnilearn.pytorch.world import World
 
 CURVES_EVERY = 30.0
 """Seconds between two entries of the fitted curves where no plan is made."""
@@ -22,20 +18,10 @@ MEMORY_EVERY = 1.0
 class Story:
     """Writes for one rank. Without a log folder every method returns at once."""
 
-    def __init__(self, events: EventLog, world: World) -> None:
+    def __init__(self, events: EventLog, world: Peers) -> None:
         self._events, self._world = events, world
         self._curves_at = self._memory_at = 0.0
         self._memory = 0
-
-    def later(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """A loss that can be read some steps later without stopping the card; not a number until it is there."""
-        if loss is None or not self._events:
-            return None
-        loss = loss.detach()
-        if not loss.is_cuda:
-            return loss
-        kept = torch.full((), float("nan"), dtype=loss.dtype, pin_memory=True)
-        return kept.copy_(loss.reshape(()), non_blocking=True)
 
     def steps(self, step: int, **lists: list[Any]) -> None:
         if self._events:
@@ -71,11 +57,7 @@ class Story:
         """The most memory in use so far, in bytes: of the card, or of the process."""
         if time.monotonic() - self._memory_at >= MEMORY_EVERY:
             self._memory_at = time.monotonic()
-            if self._world.device.type == "cuda":
-                self._memory = torch.cuda.max_memory_allocated(self._world.device)
-            else:
-                most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                self._memory = most if sys.platform == "darwin" else 1024 * most
+            self._memory = self._world.peak_memory()
         return self._memory
 
 

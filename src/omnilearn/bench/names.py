@@ -1,0 +1,19 @@
+"""The workloads' names and sizes, for those who must not load a framework to know them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2")
+TF_NAMES = ("heavy", "even", "chatty", "digits")
+ANY_IMAGE = ("resnet18", "resnet50")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is: ``small`` has a point on two CPU cores, ``full`` on a GPU; and what differs from it."""
+
+    kind: str = "small"
+    batch: int | None = None
+    image: int | None = None
+    bf16: bool = False

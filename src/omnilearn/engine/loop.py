@@ -1,0 +1,185 @@
+"""The training loop as all ranks walk through it: who takes part in each step, and how it ends.
+
+Every rank takes the same steps. A parked one has empty shares: it runs ahead until the next exchange of timings and
+waits there for the others. What is computed, and how state travels to a worker that comes back, is the framework's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from omnilearn.data import Sampler, Share
+from omnilearn.engine.peers import Peers
+from omnilearn.engine.planner import Planner, Stop
+from omnilearn.engine.progress import Progress
+from omnilearn.errors import UsageError
+from omnilearn.observe import EventLog
+
+Workers = tuple[int, ...]
+
+
+class Source(Protocol):
+    """Where the batches of a loop come from."""
+
+    sampler: Sampler
+    horizon: int
+
+    def __len__(self) -> int: ...
+
+
+class SyncLoop(ABC):
+    """Base of synchronous engines. ``active`` are the workers of the step under way, () before the first."""
+
+    def __init__(self, world: Peers, planner: Planner, events: EventLog) -> None:
+        self.world, self.planner, self.events = world, planner, events
+        self.rank = world.rank
+        self.everybody: Workers = tuple(range(world.size))
+        self.active: Workers = ()
+        self.source: Source | None = None  # of the training loop under way
+        self.share: Share | None = None  # in the user's hands
+        self.done = False  # the step of that share is complete
+        self.step = 0  # steps done before the loop under way, over all sources
+        self._left: Source | None = None  # a loop the user broke out of, which the parked do not know yet
+        self._progress = Progress()
+
+    # What a framework adds
+
+    @abstractmethod
+    def form(self, workers: Workers) -> None:
+        """Get ready to reduce over these workers. Called by all ranks, members or not."""
+
+    @abstractmethod
+    def hand_over(self, source: int, targets: Sequence[int]) -> None:
+        """Send the training state from ``source`` to ``targets``. Called by all ranks."""
+
+    @abstractmethod
+    def share_buffers(self) -> None:
+        """Average what each worker keeps for itself (BatchNorm's statistics) over those who take part."""
+
+    @abstractmethod
+    def restart_clock(self) -> None:
+        """What came before does not count as this worker's busy time."""
+
+    # Who takes part
+
+    @property
+    def takes_part(self) -> bool:
+        return self.rank in self.active
+
+    @property
+    def parked(self) -> Workers:
+        """Those who wait until they are called back (nobody, before the first step)."""
+        return tuple(rank for rank in self.everybody if rank not in self.active) if self.active else ()
+
+    @property
+    def participants(self) -> Workers:
+        """Who runs the user's code now: those who take part in the step under way, outside of the loop everybody."""
+        return self.active if self.source is not None else self.everybody
+
+    # What a source of batches calls
+
+    def begin_epoch(self, source: Source) -> None:
+        if self.source is not None:
+            raise UsageError("one training loop at a time: finish or break the loop under way first")
+        self.settle()
+        self.source = source
+        self.restart_clock()
+        sampler = source.sampler
+        if sampler.step != self.step:  # another source was in use meanwhile
+            sampler.load_state_dict(sampler.state_dict() | {"step": self.step})
+        sampler.schedule(self.planner.plan.batches, sampler.step)
+        if self.world.is_main and self.events:
+            self.events.write("epoch", epoch=sampler.epoch, step=sampler.step, steps=len(source))
+
+    def begin_step(self, source: Source) -> bool:
+        """False: the others have left the loop."""
+        idle = bool(self.active) and not self.takes_part
+        return self._goes_on(source, self.planner.tick(source.sampler, source.horizon, idle))
+
+    def enter(self, source: Source, share: Share) -> bool:
+        """Make the workers of ``share`` the active ones. False: the others have left the loop."""
+        active = tuple(k for k, size in enumerate(share.sizes) if size)
+        if active == self.active:
+            return True
+        if not self._all_here(source):
+            return False
+        before, self.active = self.active, active
+        joining = [rank for rank in active if rank not in before] if before else []
+        if joining:
+            self.hand_over(before[0], joining)
+        self.form(active)
+        self.restart_clock()
+        return True
+
+    def sit_out(self, source: Source, share: Share) -> None:
+        self.planner.record(share.sizes, took_part=False)
+        source.sampler.consumed(share)
+
+    def hand_out(self, share: Share) -> None:
+        self.share, self.done = share, False
+
+    def take_back(self, source: Source, share: Share) -> None:
+        if not self.done:
+            raise UsageError(
+                f"omni.step(…) was not called for the last batch (step {share.step}): every batch needs it exactly "
+                f"once, or the other workers wait for this one's gradient"
+            )
+        self.planner.record(share.sizes, took_part=True)
+        source.sampler.consumed(share)
+        self._progress.write(share.step + 1)
+        self.share = None
+
+    def end_epoch(self, source: Source) -> bool:
+        """False: the others have left the loop."""
+        if not self._all_here(source):
+            return False
+        self._end_loop()
+        self.share_with_parked()
+        return True
+
+    def leave(self, source: Source) -> None:
+        """The loop was left early: by a break, on all workers that took part, or by an error, on this one alone.
+
+        The two look the same from here, so nothing is said to the others yet.
+        """
+        if self.share is not None and self.done:
+            self.planner.record(self.share.sizes, took_part=True)
+            source.sampler.consumed(self.share)
+        self._end_loop()
+        self._left = source
+
+    def settle(self) -> None:
+        """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
+        source, self._left = self._left, None
+        if source is None:
+            return
+        if self.parked:
+            self.planner.leave(source.sampler, source.horizon)
+        self.share_with_parked()
+
+    def share_with_parked(self) -> None:
+        """At the end of a loop all ranks have the same model, the parked too."""
+        self.share_buffers()
+        if self.parked:
+            self.hand_over(self.active[0], self.parked)
+
+    def _all_here(self, source: Source) -> bool:
+        """Whether the loop goes on. The parked run ahead, and must not do alone what they do with the others."""
+        if not self.parked:
+            return True
+        return self._goes_on(source, self.planner.confirm(source.sampler, source.horizon))
+
+    def _goes_on(self, source: Source, stop: Stop | None) -> bool:
+        if stop is not None:
+            position = source.sampler.state_dict() | {"step": stop.step, "offset": stop.offset}
+            source.sampler.load_state_dict(position)
+            self._end_loop()
+            self.share_with_parked()
+        return stop is None
+
+    def _end_loop(self) -> None:
+        if self.source is not None:
+            self.step = self.source.sampler.step
+        self.share = self.source = None

@@ -1,0 +1,72 @@
+"""This process among its peers, whatever carries their messages: all ranks agree, and fail alike."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omnilearn.cluster.resources import Resources, peak_memory
+from omnilearn.errors import OmniLearnError, UsageError
+
+Answers = Callable[[], npt.NDArray[np.float64]]
+"""Waits for an exchange under way; one row per rank."""
+
+
+class Peers(ABC):
+    """What engines share of a world. A framework adds the messages."""
+
+    rank: int
+    size: int
+    resources: tuple[Resources, ...]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+
+    @abstractmethod
+    def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
+        """Begin to exchange rows of numbers, the same length on all ranks, without waiting for anybody."""
+
+    @abstractmethod
+    def speed(self) -> float:
+        """How fast this worker is now, in about a tenth of a second."""
+
+    def peak_memory(self) -> int:
+        """The most memory in use so far, in bytes: of the card where the framework says so, else of the process."""
+        return peak_memory()
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """An error in one rank's block is raised on all ranks. The block itself must not talk to the others."""
+        mine: OmniLearnError | None = None
+        try:
+            yield
+        except OmniLearnError as error:
+            mine = error
+        errors = self.gather(mine)
+        for rank, theirs in enumerate(errors):
+            if theirs is not None:
+                same = all(str(other) == str(theirs) for other in errors)
+                raise mine if same and mine else type(theirs)(f"on rank {rank}: {theirs}")
+
+    def agree(self, what: str, values: dict[str, Any]) -> None:
+        """Raise the same error on all ranks if ``values`` differ between them."""
+        everybody = self.gather({name: repr(value) for name, value in values.items()})
+        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
+            seen = [theirs.get(name) for theirs in everybody]
+            if len(set(seen)) > 1:
+                odd = next(rank for rank, value in enumerate(seen) if value != seen[0])
+                raise UsageError(
+                    f"{what} differ between ranks: {name} is {seen[0] or 'missing'} on rank 0 and "
+                    f"{seen[odd] or 'missing'} on rank {odd}: "
+                    f"start all ranks with the same script, options and packages"
+                )

@@ -1,0 +1,330 @@
+"""The synchronous engine: a step is done together, by whoever takes part, with exact gradients.
+
+One tf.function computes a worker's gradient, scales it by the worker's part of the step, adds up one flat vector over
+the group (the loss goes along), and applies the optimizer; model and optimizer are plain Keras objects. The gradient is
+``Σ w_k·g_k / Σ w_k``, w_k being the samples (or the user's weight) really in worker k's batch. Batch sizes, group and
+weights are inputs of that function: it is traced once whatever they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from omnilearn.control import Plan, Policy, Problem
+from omnilearn.engine.loop import SyncLoop, Workers
+from omnilearn.engine.planner import Planner, Timing
+from omnilearn.errors import OmniLearnError, UsageError
+from omnilearn.observe import EventLog
+from omnilearn.tensorflow.world import Group, World, reduce_sum
+
+log = logging.getLogger("omnilearn")
+
+MOST_FUNCTIONS = 8
+"""More functions than this to compute a loss are taken for one that is made anew in every step."""
+
+
+class NonFiniteError(OmniLearnError, ArithmeticError):
+    """The gradient of a step is not finite. Raised on all ranks alike."""
+
+
+class Clock:
+    """Busy: from the end of one reduction to this worker's next gradient. Wait: from there to the end of the next."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._steps: deque[Timing | None] = deque()
+        self.latest: Timing | None = None
+
+    def restart(self) -> None:
+        self._last = None
+
+    def add(self, ready: float, end: float) -> None:
+        last, self._last = self._last, end
+        self.latest = None if last is None else Timing(max(ready - last, 1e-9), max(end - ready, 0.0))
+        self._steps.append(self.latest)
+
+    def take(self) -> Timing | None:
+        return self._steps.popleft() if self._steps else None
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+
+class SyncEngine(SyncLoop):
+    """Drives the loop from inside ``dataset`` and ``step``."""
+
+    world: World
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        problem: Problem,
+        model: Any,
+        optimizer: Any,
+        *,
+        nonfinite: str,
+        micro_batch: int | None,
+        on_plan: Callable[[Plan, int], None],
+        events: EventLog,
+    ) -> None:
+        self.clock = Clock()
+        super().__init__(world, Planner(world, self.clock, policy, problem, on_plan, events), events)
+        self.model, self.optimizer = model, optimizer
+        self.nonfinite, self.micro_batch, self.skipped = nonfinite, micro_batch, 0
+        optimizer.build(model.trainable_variables)
+        # Not their paths: Keras numbers layers by how many were made before.
+        world.agree("models", {f"variable {k} ({v.name})": (*v.shape, v.dtype) for k, v in enumerate(self.variables)})
+        self._groups: dict[Workers, Group] = {}
+        self._functions: dict[Any, tuple[int, Any]] = {}
+        self._kept: list[Any] = []
+        if world.control is not None:
+            self._send(world.control, source=world.is_main)
+
+    # State
+
+    @property
+    def variables(self) -> list[Any]:
+        """What makes up the state of training: the model's weights and the optimizer's."""
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def _send(self, group: Group, source: bool) -> None:
+        """The training state of the group's one source, to all others in it."""
+        arrays = [np.asarray(v.numpy()) for v in self.variables]
+        with self.world.naming_the_culprit("sending the training state"):
+            data = group.broadcast(
+                b"".join(a.tobytes() for a in arrays) if source else None, sum(a.nbytes for a in arrays), source
+            )
+        if source:
+            return
+        start = 0
+        for variable, array in zip(self.variables, arrays, strict=True):
+            part = np.frombuffer(data, dtype=array.dtype, count=array.size, offset=start)
+            variable.assign(part.reshape(array.shape))
+            start += array.nbytes
+
+    def hand_over(self, source: int, targets: Sequence[int]) -> None:
+        group = self.group(tuple(sorted({source, *targets})))
+        if targets and self.rank in group.workers:
+            self._send(group, source=self.rank == source)
+
+    def share_buffers(self) -> None:
+        buffers = [v for v in self.model.non_trainable_weights if "float" in str(v.dtype)]
+        if len(self.active) < 2 or not buffers or not self.takes_part:
+            return
+        arrays = [np.asarray(v.numpy(), dtype=np.float64) for v in buffers]
+        with self.world.naming_the_culprit("averaging buffers"):
+            total = self.group(self.active).sum(np.concatenate([a.reshape(-1) for a in arrays])) / len(self.active)
+        start = 0
+        for variable, array in zip(buffers, arrays, strict=True):
+            variable.assign(total[start : start + array.size].reshape(array.shape))
+            start += array.size
+
+    def restart_clock(self) -> None:
+        self.clock.restart()
+
+    # Groups
+
+    def form(self, workers: Workers) -> None:
+        self.group(workers)
+
+    def group(self, workers: Workers) -> Group:
+        """The group of these workers. All ranks ask for the same ones in the same order: their keys are counted."""
+        if workers == self.everybody and self.world.control is not None:
+            return self.world.control
+        if workers not in self._groups:
+            self._groups[workers] = Group(workers, self.world.timeout)
+        return self._groups[workers]
+
+    # A step
+
+    def take_step(self, compute_loss: Callable[[Any], Any], batch: Any, weight: float | None) -> Any:
+        """Gradient, reduction and update. Returns the loss of the whole global batch."""
+        share = self.share
+        if share is None:
+            raise UsageError("step() belongs inside the loop over omni.dataset(…): there is no batch under way")
+        if self.done:
+            raise UsageError(f"step() was called twice for one batch (step {share.step}): every batch needs it once")
+        if weight is not None and self.micro_batch:
+            raise UsageError(
+                "step(weight=…) with OmniLearn(micro_batch=…): weights within a batch are not known: use one"
+            )
+        alone, samples = len(self.active) < 2, share.sizes[self.rank]
+        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        number, function = self._function(compute_loss, batch, weight is not None, alone)
+        part, keys = float(samples if weight is None else weight) / share.total, (0, 0, 0)
+        if not alone:
+            group = self.group(self.active)
+            keys = (len(group), group.key, group.instance("gradient", number))
+        with self.world.naming_the_culprit("reducing gradients"):
+            loss, facts = function(batch, tf.constant(part, tf.float64), tf.constant(keys, tf.int32))
+            ready, end, finite, own = facts.numpy().tolist()
+        self.clock.add(ready, end)
+        self.done = True
+        if not finite:
+            self._not_finite(share.step, own)
+        assert self.source is not None
+        self.source.sampler.consumed(share)  # a checkpoint saved now goes on behind this step
+        return loss
+
+    def _not_finite(self, step: int, loss: float) -> None:
+        """Raise, or count the step that was left out. The gradient is the reduced one: all ranks come here."""
+        losses = self.world.gather(loss, self.group(self.active)) if len(self.active) > 1 else [loss]
+        told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.active, losses, strict=True))
+        if self.nonfinite == "raise":
+            raise NonFiniteError(
+                f"the gradient of step {step} is not finite (losses: {told}): lower the learning rate, clip gradients, "
+                f"or leave such steps out with OmniLearn(nonfinite='skip')"
+            )
+        self.skipped += 1
+        log.warning("step %d left out: its gradient is not finite (losses: %s)", step, told)
+
+    def _function(self, compute_loss: Callable[[Any], Any], batch: Any, weighted: bool, alone: bool) -> Any:
+        """The traced step for this way of computing a loss, and its number."""
+        parts = tuple((part.dtype, *part.shape[1:]) for part in tf.nest.flatten(batch))
+        key = (_identity(compute_loss), type(batch), parts, weighted, alone)
+        if key not in self._functions:
+            spec = tf.nest.map_structure(any_size, batch)
+            if len({known for known, *_ in self._functions}) >= MOST_FUNCTIONS:
+                raise UsageError(
+                    f"step() has seen {MOST_FUNCTIONS} different functions to compute a loss, each of which TensorFlow "
+                    f"must trace: define it once, before the loop"
+                )
+
+            def step(batch: Any, part: Any, keys: Any) -> Any:
+                return self._step(compute_loss, batch, part, weighted, None if alone else tf.unstack(keys, 3))
+
+            signature = [spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([3], tf.int32)]
+            # Concrete, because to look for the right trace takes TensorFlow about half a millisecond per call.
+            traced = tf.function(step, input_signature=signature).get_concrete_function()
+            self._functions[key] = len(self._functions), traced
+            self._kept.append(compute_loss)  # so that what identifies it stays alive
+        return self._functions[key]
+
+    def _step(self, compute: Any, batch: Any, part: Any, weighted: bool, reduce: Any) -> Any:
+        variables, gradients, own = self._gradient(compute, batch)
+        with tf.control_dependencies([*gradients, own]):
+            ready = end = tf.timestamp()
+        loss = own
+        if reduce is not None:
+            kind = _widest([gradient.dtype for gradient in gradients])
+            parts = [tf.cast(tf.reshape(value, [-1]), kind) for value in (*gradients, own, 1.0)]
+            flat = tf.concat(parts, axis=0) * tf.cast(part, kind)
+            with tf.control_dependencies([flat]):
+                ready = tf.timestamp()
+            with tf.control_dependencies([ready]):
+                flat = reduce_sum(flat, self.world.timeout, *reduce)
+            with tf.control_dependencies([flat]):
+                end = tf.timestamp()
+            if weighted:  # their sum was not known before; it came along
+                flat = flat / flat[-1]
+            *parts, loss, _ = tf.split(flat, [*(int(np.prod(v.shape)) for v in variables), 1, 1])
+            gradients = [
+                tf.cast(tf.reshape(value, v.shape), v.dtype) for value, v in zip(parts, variables, strict=True)
+            ]
+            finite = _finite([flat])
+        else:
+            finite = _finite(gradients)
+        scaler = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)  # it leaves such steps out by itself
+        if self.nonfinite == "skip" and not scaler:
+            tf.cond(finite, lambda: self.optimizer.apply(gradients, variables), lambda: None)
+        else:  # where a bad step ends the run anyway, a branch in every step would cost some percent
+            self.optimizer.apply(gradients, variables)
+        finite = tf.constant(True) if scaler else finite
+        facts = tf.stack([ready, end, tf.cast(finite, tf.float64), tf.cast(own, tf.float64)])
+        return tf.squeeze(loss), facts
+
+    def _gradient(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """The variables the loss depends on, its gradient, and the loss: the mean over this worker's batch."""
+        size = self.micro_batch
+        if not size:
+            return self._pass(compute, batch)
+        count = tf.shape(tf.nest.flatten(batch)[0])[0]
+
+        def part(start: Any) -> Any:
+            return tf.nest.map_structure(lambda t: t[start : start + size], batch)
+
+        def weigh(start: Any, values: list[Any]) -> list[Any]:
+            n = tf.minimum(size, count - start)
+            return [value * tf.cast(n, value.dtype) for value in values]
+
+        variables, gradients, loss = self._pass(compute, part(0))
+
+        def more(start: Any, *sums: Any) -> Any:
+            _, gradients, loss = self._pass(compute, part(start))
+            return start + size, *(a + b for a, b in zip(sums, weigh(start, [*gradients, loss]), strict=True))
+
+        _, *sums = tf.while_loop(
+            lambda start, *_: start < count,
+            more,
+            (tf.constant(size), *weigh(tf.constant(0), [*gradients, loss])),
+            parallel_iterations=1,
+        )
+        *gradients, loss = [value / tf.cast(count, value.dtype) for value in sums]
+        return variables, gradients, loss
+
+    def _pass(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.convert_to_tensor(compute(batch))
+            if loss.shape.rank:
+                raise UsageError(
+                    f"compute_loss must give the mean loss of the batch, one number, got shape {loss.shape}"
+                )
+            scaled = self.optimizer.scale_loss(loss)
+        pairs = zip(tape.gradient(scaled, _values(self.model)), self.model.trainable_variables, strict=True)
+        used = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in pairs if gradient is not None]
+        if not used:
+            raise UsageError("the loss does not depend on any trainable variable of the model given to prepare()")
+        return [variable for _, variable in used], [gradient for gradient, _ in used], loss
+
+
+def _finite(values: list[Any]) -> Any:
+    """Whether all is finite. Any number that is not makes a sum so; a sum may also overflow by itself."""
+    sums = tf.add_n([tf.cast(tf.reduce_sum(value), tf.float64) for value in values])
+
+    def exactly() -> Any:
+        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+    return tf.cond(tf.math.is_finite(sums), lambda: True, exactly)
+
+
+def _values(model: Any) -> list[Any]:
+    return [variable.value for variable in model.trainable_variables]
+
+
+def _widest(dtypes: Sequence[Any]) -> Any:
+    """The type to add gradients up in: the widest of them, at least float32."""
+    return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
+
+
+def any_size(part: Any) -> Any:
+    """What a traced step accepts in this place: any batch size."""
+    part = part if isinstance(part, tf.Tensor) else np.asarray(part)
+    if not len(part.shape):
+        raise UsageError("step() got a batch with a number in it: all its parts must have a first dimension of samples")
+    return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
+
+
+def _identity(function: Any) -> Any:
+    """The same for a function made anew in every step, as long as it would do the same."""
+    inner, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
+    if not hasattr(inner, "__code__"):
+        return id(function)
+    cells = tuple(id(cell.cell_contents) for cell in inner.__closure__ or ())
+    return id(inner.__code__), id(owner), cells, id(inner.__defaults__)
+
+
+def smallest_batch(model: Any) -> int:
+    """The least batch the model should train on: 2 where BatchNorm takes a variance over it."""
+    return 2 if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(model)) else 1
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []

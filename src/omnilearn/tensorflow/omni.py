@@ -1,0 +1,466 @@
+"""``OmniLearn`` for TensorFlow: the object the user's script talks to. Resolves options; the engines do the work."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import keras
+import numpy as np
+
+from omnilearn import __version__, control
+from omnilearn.cluster import resources
+from omnilearn.control import Plan, Policy, Problem
+from omnilearn.data import Sampler
+from omnilearn.engine import evaluation
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.observe import EventLog
+from omnilearn.tensorflow import checkpoint, parameter_server
+from omnilearn.tensorflow.dataset import EvalDataset, TrainDataset, open_samples
+from omnilearn.tensorflow.engine import SyncEngine, smallest_batch
+from omnilearn.tensorflow.fit import Trainer
+from omnilearn.tensorflow.parameter_server import AsyncEngine, Counts
+from omnilearn.tensorflow.world import World
+
+log = logging.getLogger("omnilearn")
+
+
+class OmniLearn:
+    """Data-parallel training in which each worker's share of the global batch follows its speed.
+
+    ::
+
+        omni = OmniLearn(global_batch=512)     # before any tensor or model
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        omni.fit(model, (x, y), epochs=10)
+
+    or, with a loop of your own::
+
+        model, optimizer = omni.prepare(model, optimizer)
+        for x, y in omni.dataset((x_all, y_all), shuffle=True):
+            loss = omni.step(compute_loss, (x, y))
+
+    ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
+    ``mode``: "sync", or "async" (parameter servers; ``fit`` only, see docs/tensorflow.md).
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
+    ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
+    ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
+    ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
+    ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "gpu:1".
+    ``lr_scaling``, ``staleness``: of asynchronous updates. ``log_dir``: where events go (docs/events.md); by default
+    where ``omnilearn run`` says. ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
+    """
+
+    def __init__(
+        self,
+        global_batch: int,
+        *,
+        mode: str = "sync",
+        policy: str | Policy = "optimal",
+        min_batch: int | None = None,
+        max_batch: int | None = None,
+        multiple_of: int = 1,
+        park: bool = True,
+        micro_batch: int | None = None,
+        nonfinite: str = "raise",
+        lr_scaling: str = "linear",
+        staleness: str = "apply",
+        device: str | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        timeout: float = 1800.0,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise InfeasibleError(f"mode must be 'sync' or 'async', got {mode!r}")
+        self._async: AsyncEngine | None = None
+        # Parameter servers and workers serve in here, and do not come back.
+        asynchronous = mode == "async" and parameter_server.join()
+        self._world = World(device, timeout, alone=mode == "async")
+        with self._world.alike():
+            if nonfinite not in ("raise", "skip"):
+                raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
+            if not isinstance(global_batch, int) or global_batch < 1:
+                raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
+            for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
+                if value is not None and value < 1:
+                    raise InfeasibleError(f"{name} must be at least 1, got {value}")
+            self._policy = control.policy(policy)
+            control.lr_factor(lr_scaling, 1, 1)
+            control.judge_staleness(staleness, 0)
+        self.global_batch, self.seed = global_batch, seed
+        self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
+        self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
+        self._world.agree_versions()
+        options = {
+            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
+            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
+        }  # fmt: skip
+        self._world.agree("OmniLearn's options", options)
+        self._events = EventLog(log_dir or os.environ.get("OMNILEARN_LOG_DIR"), self.rank)
+        if self.is_main:
+            workers = [asdict(worker) for worker in self._world.resources]
+            self._events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
+        self._engine: SyncEngine | None = None
+        self._fit: Trainer | None = None
+        self._datasets: list[TrainDataset] = []
+        self._restored: dict[str, Any] | None = None
+        self._listeners: list[Callable[[Plan, int], None]] = []
+        if asynchronous:
+            self._async = AsyncEngine(
+                global_batch,
+                self._policy,
+                bounds=(min_batch, max_batch, multiple_of),
+                lr_scaling=lr_scaling,
+                staleness=staleness,
+                seed=seed,
+                events=self._events,
+            )
+
+    # Readable state
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that should print and write."""
+        return self._world.is_main
+
+    @property
+    def plan(self) -> Plan:
+        """The plan last decided: every worker's batch, who is parked, why."""
+        if self._async is not None:
+            return self._async.state.plan
+        return self._prepared("plan").planner.plan
+
+    @property
+    def batch(self) -> int:
+        """This worker's batch in the plan (0: parked)."""
+        return self.plan.batches[self.rank]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way or comes next; after ``load`` the one to continue with."""
+        if self._datasets:
+            dataset = self._datasets[-1]
+            return dataset.sampler.epoch if dataset is self._prepared("epoch").source else dataset.epoch
+        return int(self._restored["epoch"]) if self._restored else 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because their gradient was not finite."""
+        return self._prepared("skipped").skipped
+
+    def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
+        """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
+        self._listeners.append(listener)
+
+    @property
+    def counts(self) -> Counts:
+        """Updates applied, samples used and gradients discarded so far, in asynchronous mode."""
+        if self._async is None:
+            raise UsageError("counts are of mode='async' with parameter servers")
+        return self._async.counts()
+
+    # Setting up
+
+    def scope(self) -> Any:
+        """Make and compile the model in here: ``with omni.scope():``. Needed in asynchronous mode alone."""
+        return self._async.scope() if self._async is not None else contextlib.nullcontext()
+
+    def prepare(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Any:
+        """The model and optimizer to use in the loop: the same objects, with rank 0's weights on all ranks.
+
+        Call it once, on all ranks. The model must be built: give it an Input, or call it on a batch first.
+        """
+        if self._async is not None:
+            self._prepared("prepare()")
+        if self._engine is not None:
+            raise UsageError("prepare() was called before: one OmniLearn object trains one model")
+        with self._world.alike():
+            if not isinstance(model, keras.Model) or not isinstance(optimizer, keras.optimizers.Optimizer):
+                raise UsageError(f"prepare(model, optimizer) got {type(model).__name__} and {type(optimizer).__name__}")
+            if keras.backend.backend() != "tensorflow":
+                raise UsageError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
+            if not model.built:
+                raise UsageError(
+                    "the model has no weights yet: start it with keras.Input(…), or call it on a batch first"
+                )
+            problem = self._problem(model)
+        self._engine = SyncEngine(
+            self._world,
+            self._policy,
+            problem,
+            model,
+            optimizer,
+            nonfinite=self._nonfinite,
+            micro_batch=self._micro_batch,
+            on_plan=self._announce,
+            events=self._events,
+        )
+        atexit.register(self._at_exit)
+        return model, optimizer
+
+    def _problem(self, model: Any) -> Problem:
+        return Problem.of(
+            self.global_batch,
+            speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
+            minimum=max(self._min_batch or smallest_batch(model), self._multiple_of),
+            maximum=self._max_batch,
+            multiple_of=self._multiple_of,
+            park=self._park,
+        )
+
+    def _announce(self, plan: Plan, step: int) -> None:
+        if self.is_main:
+            log.info("step %d: batches %s (%s)", step, plan.batches, plan.reason)
+        for listener in self._listeners:
+            listener(plan, step)
+
+    def _prepared(self, what: str) -> SyncEngine:
+        if self._async is not None:
+            raise UsageError(f"{what} is of mode='sync': with parameter servers train by omni.fit(model, data)")
+        if self._engine is None:
+            raise UsageError(
+                f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"
+            )
+        return self._engine
+
+    def dataset(
+        self,
+        data: Any,
+        *,
+        train: bool = True,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Batches of ``data`` for this worker: arrays, a tf.data.Dataset of known size, or a keras.utils.PyDataset.
+
+        Training: each global batch is cut by the plan in force. ``train=False``: the samples are split by speed over
+        those who evaluate, each one once; ``batch_size`` may be given.
+        """
+        engine = self._prepared("dataset()")
+        with self._world.alike():
+            if train and batch_size is not None:
+                raise UsageError(
+                    "dataset() takes no batch_size: each worker's batch is found: OmniLearn(global_batch=…)"
+                )
+            samples, shuffled = open_samples(data, shuffle and train, self.seed)
+            if train:
+                minimum = int(engine.planner.problem.minimum[0])
+                sampler = Sampler(
+                    samples.size,
+                    engine.planner.plan.batches,
+                    minimum=minimum,
+                    shuffle=shuffled,
+                    seed=self.seed,
+                    drop_last=drop_last,
+                )
+        if not train:
+            size = batch_size or max(1, self.global_batch // self.world_size)
+
+            def part() -> range:
+                planner = engine.planner
+                return evaluation.part(
+                    self.rank, engine.participants, samples.size, size, planner.state, planner.problem
+                )
+
+            def begin() -> None:
+                engine.settle()
+                engine.share_buffers()
+                engine.restart_clock()
+
+            return EvalDataset(samples, part, size, begin)
+        dataset = TrainDataset(engine, samples, sampler)
+        self._world.agree("datasets", {"number of samples": samples.size, "shuffle": shuffle})
+        dataset.horizon = max(self._world.gather(dataset.prefetch))
+        if self._restored is not None:
+            dataset.restore(self._restored)
+            self._restored = None
+        elif self._datasets:  # one made in every epoch: the next order, not the first one again
+            dataset.restore(dataset.sampler.state_dict() | {"epoch": self._datasets[-1].epoch})
+        self._datasets[:] = [dataset]
+        return dataset
+
+    # In the loop
+
+    def step(self, compute_loss: Callable[[Any], Any], batch: Any, *, weight: float | None = None) -> Any:
+        """Forward, backward, reduction and optimizer step in one. Returns the loss of the whole global batch.
+
+        ``compute_loss(batch)`` gives the mean loss of the batch; it is traced once, as by tf.function. ``weight``: what
+        that mean is over, where it is not samples: the number of tokens, say.
+        """
+        return self._prepared("step()").take_step(compute_loss, batch, weight)
+
+    def mean(self, value: Any, weight: float | None = None) -> Any:
+        """The mean of ``value`` over the workers, weighted; the same on all of them.
+
+        ``weight`` is by default the size of the batch under way inside the training loop, and 1 outside of it. A value
+        with weight 0 does not count. Inside the loop it is over the workers that take part, outside over all.
+        """
+        engine = self._prepared("mean()")
+        engine.settle()
+        if weight is None:
+            weight = float(engine.share.sizes[self.rank]) if engine.share is not None else 1.0
+        array = np.asarray(value, dtype=np.float64)
+        own = array * weight if weight else np.zeros_like(array)
+        total = self._sum(np.append(own.reshape(-1), weight), "averaging a value")
+        if total[-1] == 0:
+            raise UsageError("mean() over workers whose weights are all 0")
+        result = total[:-1] / total[-1]
+        return float(result[0]) if array.size == 1 else result.reshape(array.shape)
+
+    def _sum(self, values: Any, doing: str) -> Any:
+        """The sum over those who run the user's code now."""
+        engine = self._prepared(doing)
+        if len(engine.participants) < 2:
+            return values
+        with self._world.naming_the_culprit(doing):
+            return engine.group(engine.participants).sum(values)
+
+    # For Keras users
+
+    def fit(self, model: keras.Model, data: Any, epochs: int = 1, **options: Any) -> Any:
+        """What ``model.fit`` does, on all workers: compiled loss and metrics, validation, callbacks; gives a History.
+
+        ``data``: as for ``dataset``, samples being ``x``, ``(x, y)`` or ``(x, y, sample_weight)``. Options:
+        ``validation_data``, ``callbacks``, ``shuffle`` (True), ``initial_epoch``, ``verbose`` ("auto", 0, 1, 2).
+        """
+        if self._async is not None:
+            return self._async.fit(self, model, data, epochs, **options)
+        return self._trainer(model).fit(data, epochs, **options)
+
+    def evaluate(self, model: keras.Model, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
+        """The compiled loss and metrics over ``data``, each sample once, split over the workers; the same on all."""
+        return self._trainer(model).evaluate(data, batch_size)
+
+    def _trainer(self, model: keras.Model) -> Trainer:
+        if self._fit is None or self._fit.model is not model:
+            self._fit = Trainer(self, model)
+        return self._fit
+
+    # Checkpoints
+
+    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+        """Write a checkpoint: model, optimizer, data position, controller, and ``extra``.
+
+        Call it on all ranks: between epochs rank 0 writes, inside the loop the first rank that takes part (use storage
+        that all machines see where parking may happen). A crash while saving never harms the checkpoint before it.
+        """
+        engine = self._prepared("save()")
+        engine.settle()
+        engine.share_buffers()
+        workers = engine.participants
+        group = engine.group(workers) if len(workers) > 1 else None
+        error = None
+        if self.rank == workers[0]:
+            facts = {
+                "sampler": self._datasets[-1].sampler.state_dict() if self._datasets else None,
+                "policy": {
+                    "workers": self.world_size,
+                    "kind": type(self._policy).__name__,
+                    **engine.planner.state.state_dict(),
+                },
+                "extra": extra,
+            }
+            try:
+                checkpoint.check_plain(extra)
+                checkpoint.write(folder, [np.asarray(v.numpy()) for v in engine.variables], facts)
+            except Exception as failure:
+                error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
+        for message in filter(None, self._world.gather(error, group) if group else [error]):
+            raise UsageError(message)
+
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Continue from a checkpoint; call it on all ranks after ``prepare``. Returns what ``save`` got as extra.
+
+        Rank 0 reads the file and sends it to the others. On another number of workers the run goes on with the next
+        samples.
+        """
+        engine = self._prepared("load()")
+        if engine.source is not None:
+            raise UsageError("load() inside the training loop: call it before")
+        engine.settle()
+        facts: dict[str, Any] = {}
+        with self._world.alike():
+            if self.is_main:
+                facts = self._read(engine, folder)
+        facts = self._world.gather(facts)[0]
+        if self._world.control is not None:
+            engine._send(self._world.control, source=self.is_main)
+        saved, position = facts["policy"], facts["sampler"]
+        if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
+            restored = self._policy.restore(engine.planner.problem, saved)
+            engine.planner.reset(restored, position["step"] if position else 0)
+        elif position:
+            engine.planner.reset(engine.planner.state, position["step"])
+        if position:
+            engine.step = position["step"]
+            if self._datasets:
+                self._datasets[-1].restore(position)
+            else:
+                self._restored = position
+        return dict(facts["extra"])
+
+    def _read(self, engine: SyncEngine, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        arrays, facts = checkpoint.read(folder)
+        have = [(str(np.asarray(v.numpy()).dtype), list(v.shape)) for v in engine.variables]
+        if have != [(kind, list(shape)) for kind, shape, _ in arrays]:
+            raise UsageError(
+                f"the checkpoint in {folder} does not fit this model and optimizer: it has {len(arrays)} arrays, these "
+                f"have {len(have)}, or their shapes differ"
+            )
+        for variable, (_, shape, data) in zip(engine.variables, arrays, strict=True):
+            array = np.asarray(variable.numpy())
+            variable.assign(np.frombuffer(data, dtype=array.dtype).reshape(shape))
+        return facts
+
+    # The end
+
+    def close(self) -> None:
+        """Leave the group of workers. Also done at the end of a ``with`` block."""
+        if self._engine is not None:
+            self._engine.settle()
+            self._engine.planner.drain()
+            self._world.gather(None)  # nobody leaves while another may still need it
+        self._events.write("end", ok=True)
+        self._events.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._world.close()
+
+    def _at_exit(self) -> None:
+        """A script that does not close: the parked may still wait to hear that the others left the loop."""
+        if not self._world.failed:
+            with contextlib.suppress(OmniLearnError, RuntimeError):
+                self.close()
+
+    def __enter__(self) -> OmniLearn:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._events.write("end", ok=False, error=f"{type(error).__name__}: {error}")
+            self._world.report_failure(error)
+            self._let_go()
+        else:
+            self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("iterate over omni.dataset(data), not over the OmniLearn object")

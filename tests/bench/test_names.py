@@ -1,0 +1,21 @@
+"""Names that are known without a framework are those of the workloads."""
+
+from __future__ import annotations
+
+import pytest
+
+from omnilearn.bench import names, tf_workloads
+
+
+def test_names_are_those_of_the_workloads() -> None:
+    assert tuple(tf_workloads._BUILDERS) == names.TF_NAMES
+    assert names.NAMES == pytest.importorskip("omnilearn.bench.workloads").NAMES
+
+
+@pytest.mark.parametrize("name", names.TF_NAMES)
+def test_data_are_the_same_everywhere(name: str) -> None:
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    (x, y), (again, _) = tf_workloads.workload(name).data(24), tf_workloads.workload(name).data(24)
+    assert x.shape[0] == y.shape[0] == 24
+    assert (x == again).all()

@@ -1,0 +1,109 @@
+"""Scripts started by ``omnilearn run --framework tensorflow``: faults, examples, clusters that exist already."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import Faults
+from tests.tensorflow.gang import cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 150.0
+
+
+def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    settings = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "OMNILEARN_LOG_DIR")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "omnilearn", "run", "--framework", "tensorflow", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**settings, "PYTHONPATH": path, **environment},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "first", "others"),
+    [
+        ("kill", 1, "rank 1 failed first: killed by SIGKILL", "lost rank 1"),
+        (
+            "exception",
+            0,
+            "rank 0 failed first: tests.faults.InjectedError: disk on fire",
+            "rank 0 failed: .*disk on fire",
+        ),
+    ],
+)
+def test_the_others_end_and_name_who_failed(kind: str, rank: int, first: str, others: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = ROOT / "tests" / "tensorflow" / "faulty.py"
+    status, _, err = finish(start("--nproc", 3, "--log-dir", tmp_path, script, kind, rank, mark))
+    assert Faults(kind, rank, 4, mark).fired
+    assert status != 0
+    assert first in err
+    for survivor in {0, 1, 2} - {rank}:
+        said = (tmp_path / "logs" / f"worker-{survivor}.stderr").read_text()
+        assert re.search(f"PeerFailure: {others}", said), said[-2000:]
+
+
+def test_fit_example(tmp_path: Path) -> None:
+    status, out, err = finish(start("--nproc", 2, "--log-dir", tmp_path, "examples/tensorflow_fit.py"))
+    assert status == 0, err
+    assert "Epoch 2/6" in out
+    assert float(re.findall(r"accuracy (\d\.\d+), batches", out)[0]) > 0.8
+    assert (tmp_path / "rank-1.jsonl").exists()
+
+
+def test_a_cluster_that_exists_is_respected(tmp_path: Path) -> None:
+    """A chief and a worker, each started by itself, as Kubernetes does it; and the loop example."""
+    first, second = cluster(2)["worker"]
+    places = [{"type": "chief", "index": 0}, {"type": "worker", "index": 0}]
+    members = {"chief": [first], "worker": [second]}
+    processes = [
+        start(
+            "--log-dir", tmp_path / place["type"], "examples/tensorflow_loop.py",
+            TF_CONFIG=json.dumps({"cluster": members, "task": place}), OMP_NUM_THREADS="1",
+        )
+        for place in places
+    ]  # fmt: skip
+    results = [finish(process) for process in processes]
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert float(re.findall(r"epoch 3: accuracy (\d\.\d+)", results[0][1])[0]) > 0.85  # the chief is rank 0
+    assert "accuracy" not in results[1][1]
+    assert (tmp_path / "worker" / "rank-1.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--nnodes", "2", "x.py"], {}, "is torchrun's"),
+        (["--nproc", "2"], {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:2"]}}'}, "a cluster that exists already"),
+        (["--nproc", "many"], {}, "must be a number"),
+    ],
+)
+def test_wrong_use_is_said_before_anything_starts(
+    arguments: list[str], environment: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    if arguments[0] == "--nnodes":
+        pytest.importorskip("torch")
+    script = tmp_path / "x.py"
+    script.write_text("raise SystemExit(3)\n")
+    given = [word for word in arguments if word != "x.py"]
+    status, _, err = finish(start("--log-dir", tmp_path, *given, script, **environment))
+    assert status == 2
+    assert words in err
