@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_counts_are_exact_and_a_killed_worker_is_survived(tmp_path: Path) -> Non
     assert len(after["history"]["loss"]) == 4
     plans = [event["batches"] for event in events if event["kind"] == "plan"]
     assert plans[0] == [12, 12]
+
+
+def test_async_example(tmp_path: Path) -> None:
+    status, out, err = finish(start("--nproc", 2, "--ps", 1, "--log-dir", tmp_path, "examples/tensorflow_async.py"))
+    assert status == 0, err
+    assert float(re.findall(r"accuracy (\d\.\d+), Counts", out)[0]) > 0.7
 
 
 def test_without_a_cluster_it_trains_alone(workers: Gang) -> None:
