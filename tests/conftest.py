@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -13,6 +14,23 @@ if TYPE_CHECKING:
     from tests.gang import Gang
 
 _kept: set[int] = set()  # processes that outlive a test on purpose
+_OF_THE_MACHINE = ("cluster/", "bench/test_bench_runs", "test_demo", "integration/test_memory", "observe/test_top")
+"""Tests that emulate clusters and look at what is left of them: one after the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side (pytest-xdist, ``make test``): files that share processes stay together."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else item.path.name
+        group = (
+            "machine"
+            if path.startswith(_OF_THE_MACHINE)
+            else path.split("/test_")[0]
+            if "tensorflow/" in path
+            else path
+        )
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

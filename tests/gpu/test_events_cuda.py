@@ -25,7 +25,7 @@ def train(folder: str) -> list[float]:
     x = torch.randn(40 * 64, 512)
     seen = []
     with OmniLearn(global_batch=64, park=False, log_dir=folder) as omni:
-        model, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        model, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-5))
         for a, b in omni.loader(TensorDataset(x, x.sum(dim=1, keepdim=True)), shuffle=True):
             loss = torch.nn.functional.mse_loss(model(a), b)
             omni.backward(loss)

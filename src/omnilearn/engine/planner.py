@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ log = logging.getLogger("omnilearn")
 
 PULSE_EVERY = 5.0
 """Seconds between two looks at a parked worker's own speed; each costs less than a tenth of a second."""
+LONGEST_LOOK = 10.0
 PULSE_CHANGE = 1.4
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
 WARM_UP = 1
@@ -170,6 +172,7 @@ class Planner:
 
     def drain(self) -> None:
         """Wait for an exchange under way, and forget it."""
+        self._pulse.end()
         self._log_rest(keep=0)
         self._story.curves(self.state, self._logged, now=True)
         if self._exchange is not None:
@@ -257,22 +260,38 @@ class Planner:
 
 
 class _Pulse:
-    """A parked worker's own speed, looked at now and then, relative to when it was parked."""
+    """A parked worker's own speed, looked at now and then, relative to when it was first looked at.
+
+    In a thread of its own: on a slow worker a look takes long, and the others must not wait for this one meanwhile.
+    """
 
     def __init__(self, speed: Callable[[], float]) -> None:
         self._speed = speed
+        self._thread: threading.Thread | None = None
+        self._found: list[float] = []
         self.forget()
 
     def forget(self) -> float:
+        self.end()
+        self._found.clear()
         self._reference: float | None = None
-        self.ratio, self._suspect, self._last = 1.0, False, 0.0
+        # Not at once: who was just parked is on trial, and a look would show in the measured times.
+        self.ratio, self._suspect, self._last = 1.0, False, time.monotonic()
         return self.ratio
 
     def look(self) -> None:
-        if time.monotonic() - self._last < PULSE_EVERY:
-            return
-        speed = self._speed()
-        self._last = time.monotonic()
+        if self._found:
+            self._compare(self._found.pop())
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._thread is None and time.monotonic() - self._last >= PULSE_EVERY:
+            self._last = time.monotonic()
+            self._thread = threading.Thread(
+                target=lambda: self._found.append(self._speed()), name="omnilearn-pulse", daemon=True
+            )
+            self._thread.start()
+
+    def _compare(self, speed: float) -> None:
         if self._reference is None:
             self._reference = speed
         ratio = speed / self._reference
@@ -280,3 +299,9 @@ class _Pulse:
         if changed and self._suspect:
             self.ratio = ratio
         self._suspect = changed and not self._suspect
+
+    def end(self) -> None:
+        """Wait for a look under way."""
+        if self._thread is not None:
+            self._thread.join(LONGEST_LOOK)
+            self._thread = None
