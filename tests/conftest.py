@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -18,19 +17,31 @@ _OF_THE_MACHINE = ("cluster/", "bench/test_bench_runs", "test_demo", "integratio
 """Tests that emulate clusters and look at what is left of them: one after the other."""
 
 
+def _group(path: str) -> str:
+    """Files that share processes, or the machine, stay together where tests run side by side."""
+    path = path.removeprefix("tests/")
+    return "machine" if path.startswith(_OF_THE_MACHINE) else "tensorflow" if path.startswith("tensorflow/") else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For ``make test``: one group of files after the other, the long ones first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side (pytest-xdist, ``make test``): files that share processes stay together."""
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else item.path.name
-        group = (
-            "machine"
-            if path.startswith(_OF_THE_MACHINE)
-            else path.split("/test_")[0]
-            if "tensorflow/" in path
-            else path
-        )
-        item.add_marker(pytest.mark.xdist_group(group))
+    def place(item: pytest.Item) -> int:
+        group = _group(item.nodeid.partition("::")[0])
+        return ("machine", "tensorflow", group).index(group)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
