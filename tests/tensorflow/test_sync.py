@@ -139,4 +139,8 @@ def test_events_are_those_of_pytorch(workers: Gang, tmp_path: Path) -> None:
     steps = [event for event in found if event["kind"] == "steps"]
     assert {event["rank"] for event in steps} == {0, 1, 2}
     assert any(busy > 0 for event in steps for busy in event["busy"])
-    assert next(event for event in found if event["kind"] == "run")["workers"][2]["device"] == "cpu"
+    assert all(loss is None or loss > 0 for event in steps for loss in event["loss"])
+    assert any(loss is not None for event in steps for loss in event["loss"])
+    assert all(event["memory"] > 0 for event in steps)
+    run = next(event for event in found if event["kind"] == "run")
+    assert (run["backend"], run["workers"][2]["device"]) == ("tensorflow", "cpu")

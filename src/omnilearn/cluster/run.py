@@ -174,6 +174,10 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError("--run-path starts no program of its own, so it cannot be emulated: leave it out")
         with beside(log_dir, live=args.live):
             code = launch(config, command, arguments, emulator, log_dir)
+    return _ended(code, log_dir)
+
+
+def _ended(code: int, log_dir: Path) -> int:
     if any(log_dir.glob("rank-*.jsonl")) and not code:
         shown = os.path.relpath(log_dir) if Path.cwd() in log_dir.parents else log_dir
         _say(f"for a page with figures: omnilearn report {shown}")
@@ -186,8 +190,9 @@ def _main_tensorflow(args: argparse.Namespace) -> int:
     log_dir = make_log_dir(args.log_dir)
     os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
-    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
-        return tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
+    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator, beside(log_dir, live=args.live):
+        code = tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
+    return _ended(code, log_dir)
 
 
 def _meet(args: argparse.Namespace) -> None:

@@ -6,9 +6,10 @@ waits there for the others. What is computed, and how state travels to a worker 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from omnilearn.data import Sampler, Share
 from omnilearn.engine.peers import Peers
@@ -43,6 +44,8 @@ class SyncLoop(ABC):
         self.step = 0  # steps done before the loop under way, over all sources
         self._left: Source | None = None  # a loop the user broke out of, which the parked do not know yet
         self._progress = Progress()
+        self.loss: Any = None  # of the step, for the events
+        self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
 
     # What a framework adds
 
@@ -96,10 +99,13 @@ class SyncLoop(ABC):
     def begin_step(self, source: Source) -> bool:
         """False: the others have left the loop."""
         idle = bool(self.active) and not self.takes_part
-        return self._goes_on(source, self.planner.tick(source.sampler, source.horizon, idle))
+        goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, idle))
+        self._asked = time.perf_counter()
+        return goes_on
 
     def enter(self, source: Source, share: Share) -> bool:
         """Make the workers of ``share`` the active ones. False: the others have left the loop."""
+        self._data = time.perf_counter() - self._asked
         active = tuple(k for k, size in enumerate(share.sizes) if size)
         if active == self.active:
             return True
@@ -126,7 +132,7 @@ class SyncLoop(ABC):
                 f"omni.step(…) was not called for the last batch (step {share.step}): every batch needs it exactly "
                 f"once, or the other workers wait for this one's gradient"
             )
-        self.planner.record(share.sizes, took_part=True)
+        self.planner.record(share.sizes, True, self._data, self.loss)
         source.sampler.consumed(share)
         self._progress.write(share.step + 1)
         self.share = None
@@ -145,7 +151,7 @@ class SyncLoop(ABC):
         The two look the same from here, so nothing is said to the others yet.
         """
         if self.share is not None and self.done:
-            self.planner.record(self.share.sizes, took_part=True)
+            self.planner.record(self.share.sizes, True, self._data, self.loss)
             source.sampler.consumed(self.share)
         self._end_loop()
         self._left = source

@@ -7,10 +7,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnilearn import __version__, control
-from omnilearn.cluster import resources
-from omnilearn.control import Plan, Policy, Problem
+from omnilearn import control
+from omnilearn.control import Policy
 from omnilearn.data import Sampler
+from omnilearn.engine.facade import Facade
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.observe import EventLog, Tracker, track
 from omnilearn.pytorch import attempt, checkpoint
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
@@ -38,7 +35,7 @@ AT_EXIT = timedelta(seconds=60)
 """How long the end of a script waits for the others."""
 
 
-class OmniLearn:
+class OmniLearn(Facade):
     """Data-parallel training in which each worker's share of the global batch follows its speed.
 
     ::
@@ -67,6 +64,8 @@ class OmniLearn:
     batch, "linear", "sqrt" or "none". ``lease_timeout``: seconds of silence after which a worker's samples are given
     to others. ``join``: the address of a running server, to join it.
     """
+
+    backend = "pytorch"
 
     def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
         if cls is OmniLearn and mode == "async":
@@ -100,72 +99,26 @@ class OmniLearn:
         self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
             _check_mode(mode, staleness, threshold, lr_scaling, lease_timeout, join)
-            if nonfinite not in ("raise", "skip"):
-                raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
-            if not isinstance(global_batch, int) or global_batch < 1:
-                raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
-            for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
-                if value is not None and value < 1:
-                    raise InfeasibleError(f"{name} must be at least 1, got {value}")
-            self._policy = control.policy(policy)
-        self.global_batch, self.seed = global_batch, seed
-        self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
-        self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
-        self._world.agree_versions()
-        options = {
-            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
-            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
-        }  # fmt: skip
+            kept = self._take_options(
+                global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
+                micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
+            )  # fmt: skip
         if mode == "async":
-            options |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
-                        "lease_timeout": lease_timeout}  # fmt: skip
-        self._world.agree("OmniLearn's options", options)
-        self.log_dir = log_dir or os.environ.get("OMNILEARN_LOG_DIR")
-        self._events = EventLog(self.log_dir, self.rank)
-        self._tracking = contextlib.ExitStack()
-        self._write_run(mode, options)
+            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
+                     "lease_timeout": lease_timeout}  # fmt: skip
+        self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
         self._loaders: list[TrainLoader] = []
         self._restored: dict[str, Any] | None = None
-        self._listeners: list[Callable[[Plan, int], None]] = []
 
     def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
         return World(device, timeout)
 
-    def _write_run(self, mode: str, options: dict[str, Any]) -> None:
-        if self.is_main:
-            workers = [asdict(worker) for worker in self._world.resources]
-            about = {"mode": mode, "backend": "pytorch", "options": options, "omnilearn": __version__}
-            self._events.write("run", **about, workers=workers)
-
     # Readable state
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world.size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that should print and write."""
-        return self._world.is_main
 
     @property
     def device(self) -> torch.device:
         return self._world.device
-
-    @property
-    def plan(self) -> Plan:
-        """The plan last decided: every worker's batch, who is parked, why."""
-        return self._prepared("plan").planner.plan
-
-    @property
-    def batch(self) -> int:
-        """This worker's batch in the plan (0: parked)."""
-        return self.plan.batches[self.rank]
 
     @property
     def epoch(self) -> int:
@@ -179,22 +132,6 @@ class OmniLearn:
     def accumulating(self) -> bool:
         """True while more micro-batches of the current step are to come (Accelerate: ``not sync_gradients``)."""
         return self._engine is not None and self._engine.accumulating
-
-    @property
-    def skipped(self) -> int:
-        """Steps left out because their gradient was not finite."""
-        return self._prepared("skipped").skipped
-
-    def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
-        """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
-        self._listeners.append(listener)
-
-    def track(self, tracker: Tracker) -> None:
-        """Have what the events say sent to ``tracker`` as it comes, from rank 0: W&B, MLflow (docs/observe.md)."""
-        if self.log_dir is None:
-            raise UsageError("track() needs events: give OmniLearn(log_dir=…), or start the script with omnilearn run")
-        if self.is_main:
-            self._tracking.enter_context(track(self.log_dir, tracker))
 
     # Setting up
 
@@ -217,16 +154,7 @@ class OmniLearn:
         with self._world.alike():
             self._check_prepared(model, optimizer, others)
             model.to(self.device)
-            minimum = self._min_batch or smallest_batch(model)
-            problem = Problem.of(
-                self.global_batch,
-                speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
-                minimum=max(minimum, self._multiple_of),
-                maximum=self._max_batch,
-                multiple_of=self._multiple_of,
-                park=self._park,
-                micro=self._micro_batch,
-            )
+            problem = self._found_problem(smallest_batch(model))
         self._engine = SyncEngine(
             self._world,
             self._policy,
@@ -266,19 +194,6 @@ class OmniLearn:
                 f"the optimizer holds {strangers} parameters that are not the model's: build it from the parameters of "
                 f"the model given to prepare()"
             )
-
-    def _announce(self, plan: Plan, step: int) -> None:
-        if self.is_main:
-            log.info("step %d: batches %s (%s)", step, plan.batches, plan.reason)
-        for listener in self._listeners:
-            listener(plan, step)
-
-    def _prepared(self, what: str) -> SyncEngine:
-        if self._engine is None:
-            raise UsageError(
-                f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"
-            )
-        return self._engine
 
     def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
         """Batches of ``data`` for this worker: a dataset, with DataLoader's keywords, or a DataLoader to take over.
@@ -415,11 +330,7 @@ class OmniLearn:
             state = {
                 **engine.pack(),
                 "sampler": self._loaders[-1].sampler.state_dict() if self._loaders else None,
-                "policy": {
-                    "workers": self.world_size,
-                    "kind": type(self._policy).__name__,
-                    **engine.planner.state.state_dict(),
-                },
+                "policy": self._policy_facts(),
                 "random": {int(rank): state for rank, state in zip(workers, states, strict=True)},
                 "global_batch": self.global_batch,
                 "extra": extra,
@@ -454,15 +365,9 @@ class OmniLearn:
             engine.membership.wrap()
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
-        saved = state["policy"]
         position = state["sampler"]
-        if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
-            restored = self._policy.restore(engine.planner.problem, saved)
-            engine.planner.reset(restored, position["step"] if position else 0)
-        elif position:
-            engine.planner.reset(engine.planner.state, position["step"])
+        self._resume(state["policy"], position)
         if position:
-            engine.step = position["step"]
             if self._loaders:
                 self._loaders[-1].restore(position)
             else:
@@ -525,22 +430,6 @@ class OmniLearn:
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self.close()
         self._events.write("end", ok=False, error=self._world.error)
-
-    def __enter__(self) -> OmniLearn:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._events.write("end", ok=False, error=f"{type(error).__name__}: {error}")
-            self._world.report_failure(error)
-            self._let_go()  # the others must not wait for a process that lives on
-        else:
-            self.close()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("iterate over omni.loader(dataset), not over the OmniLearn object")
 
 
 def _check_mode(

@@ -167,7 +167,7 @@ class SyncEngine(SyncLoop):
             loss, facts = function(batch, tf.constant(part, tf.float64), tf.constant(keys, tf.int32))
             ready, end, finite, own = facts.numpy().tolist()
         self.clock.add(ready, end)
-        self.done = True
+        self.done, self.loss = True, own
         if not finite:
             self._not_finite(share.step, own)
         assert self.source is not None

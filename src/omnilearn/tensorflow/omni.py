@@ -6,21 +6,18 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from omnilearn import __version__, control
-from omnilearn.cluster import resources
-from omnilearn.control import Plan, Policy, Problem
+from omnilearn import control
+from omnilearn.control import Plan, Policy
 from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
+from omnilearn.engine.facade import Facade
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.observe import EventLog
 from omnilearn.tensorflow import checkpoint, parameter_server
 from omnilearn.tensorflow.dataset import EvalDataset, TrainDataset, open_samples
 from omnilearn.tensorflow.engine import SyncEngine, smallest_batch
@@ -31,7 +28,7 @@ from omnilearn.tensorflow.world import World
 log = logging.getLogger("omnilearn")
 
 
-class OmniLearn:
+class OmniLearn(Facade):
     """Data-parallel training in which each worker's share of the global batch follows its speed.
 
     ::
@@ -56,6 +53,8 @@ class OmniLearn:
     ``lr_scaling``, ``staleness``: of asynchronous updates. ``log_dir``: where events go (docs/events.md); by default
     where ``omnilearn run`` says. ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
     """
+
+    backend = "tensorflow"
 
     def __init__(
         self,
@@ -83,34 +82,17 @@ class OmniLearn:
         asynchronous = mode == "async" and parameter_server.join()
         self._world = World(device, timeout, alone=mode == "async")
         with self._world.alike():
-            if nonfinite not in ("raise", "skip"):
-                raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
-            if not isinstance(global_batch, int) or global_batch < 1:
-                raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
-            for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
-                if value is not None and value < 1:
-                    raise InfeasibleError(f"{name} must be at least 1, got {value}")
-            self._policy = control.policy(policy)
+            kept = self._take_options(
+                global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
+                micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
+            )  # fmt: skip
             control.lr_factor(lr_scaling, 1, 1)
             control.judge_staleness(staleness, 0)
-        self.global_batch, self.seed = global_batch, seed
-        self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
-        self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
-        self._world.agree_versions()
-        options = {
-            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
-            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
-        }  # fmt: skip
-        self._world.agree("OmniLearn's options", options)
-        self._events = EventLog(log_dir or os.environ.get("OMNILEARN_LOG_DIR"), self.rank)
-        if self.is_main:
-            workers = [asdict(worker) for worker in self._world.resources]
-            self._events.write("run", mode=mode, options=options, workers=workers, omnilearn=__version__)
+        self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
         self._fit: Trainer | None = None
         self._datasets: list[TrainDataset] = []
         self._restored: dict[str, Any] | None = None
-        self._listeners: list[Callable[[Plan, int], None]] = []
         if asynchronous:
             self._async = AsyncEngine(
                 global_batch,
@@ -125,29 +107,9 @@ class OmniLearn:
     # Readable state
 
     @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world.size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that should print and write."""
-        return self._world.is_main
-
-    @property
     def plan(self) -> Plan:
         """The plan last decided: every worker's batch, who is parked, why."""
-        if self._async is not None:
-            return self._async.state.plan
-        return self._prepared("plan").planner.plan
-
-    @property
-    def batch(self) -> int:
-        """This worker's batch in the plan (0: parked)."""
-        return self.plan.batches[self.rank]
+        return self._async.state.plan if self._async is not None else super().plan
 
     @property
     def epoch(self) -> int:
@@ -156,15 +118,6 @@ class OmniLearn:
             dataset = self._datasets[-1]
             return dataset.sampler.epoch if dataset is self._prepared("epoch").source else dataset.epoch
         return int(self._restored["epoch"]) if self._restored else 0
-
-    @property
-    def skipped(self) -> int:
-        """Steps left out because their gradient was not finite."""
-        return self._prepared("skipped").skipped
-
-    def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
-        """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
-        self._listeners.append(listener)
 
     @property
     def counts(self) -> Counts:
@@ -197,7 +150,7 @@ class OmniLearn:
                 raise UsageError(
                     "the model has no weights yet: start it with keras.Input(…), or call it on a batch first"
                 )
-            problem = self._problem(model)
+            problem = self._found_problem(smallest_batch(model))
         self._engine = SyncEngine(
             self._world,
             self._policy,
@@ -212,30 +165,11 @@ class OmniLearn:
         atexit.register(self._at_exit)
         return model, optimizer
 
-    def _problem(self, model: Any) -> Problem:
-        return Problem.of(
-            self.global_batch,
-            speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
-            minimum=max(self._min_batch or smallest_batch(model), self._multiple_of),
-            maximum=self._max_batch,
-            multiple_of=self._multiple_of,
-            park=self._park,
-        )
-
-    def _announce(self, plan: Plan, step: int) -> None:
-        if self.is_main:
-            log.info("step %d: batches %s (%s)", step, plan.batches, plan.reason)
-        for listener in self._listeners:
-            listener(plan, step)
-
     def _prepared(self, what: str) -> SyncEngine:
         if self._async is not None:
             raise UsageError(f"{what} is of mode='sync': with parameter servers train by omni.fit(model, data)")
-        if self._engine is None:
-            raise UsageError(
-                f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"
-            )
-        return self._engine
+        engine: SyncEngine = super()._prepared(what)
+        return engine
 
     def dataset(
         self,
@@ -368,11 +302,7 @@ class OmniLearn:
         if self.rank == workers[0]:
             facts = {
                 "sampler": self._datasets[-1].sampler.state_dict() if self._datasets else None,
-                "policy": {
-                    "workers": self.world_size,
-                    "kind": type(self._policy).__name__,
-                    **engine.planner.state.state_dict(),
-                },
+                "policy": self._policy_facts(),
                 "extra": extra,
             }
             try:
@@ -400,14 +330,9 @@ class OmniLearn:
         facts = self._world.gather(facts)[0]
         if self._world.control is not None:
             engine._send(self._world.control, source=self.is_main)
-        saved, position = facts["policy"], facts["sampler"]
-        if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
-            restored = self._policy.restore(engine.planner.problem, saved)
-            engine.planner.reset(restored, position["step"] if position else 0)
-        elif position:
-            engine.planner.reset(engine.planner.state, position["step"])
+        position = facts["sampler"]
+        self._resume(facts["policy"], position)
         if position:
-            engine.step = position["step"]
             if self._datasets:
                 self._datasets[-1].restore(position)
             else:
@@ -441,6 +366,7 @@ class OmniLearn:
 
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
+        self._tracking.close()
         self._world.close()
 
     def _at_exit(self) -> None:
@@ -448,19 +374,3 @@ class OmniLearn:
         if not self._world.failed:
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self.close()
-
-    def __enter__(self) -> OmniLearn:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._events.write("end", ok=False, error=f"{type(error).__name__}: {error}")
-            self._world.report_failure(error)
-            self._let_go()
-        else:
-            self.close()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("iterate over omni.dataset(data), not over the OmniLearn object")

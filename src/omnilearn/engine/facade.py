@@ -1,0 +1,190 @@
+"""What the user's OmniLearn object is whatever the framework: options, what can be read from it, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from omnilearn import __version__, control
+from omnilearn.cluster import resources
+from omnilearn.control import Plan, Policy, Problem
+from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.observe import EventLog, Tracker, track
+
+log = logging.getLogger("omnilearn")
+
+
+class Facade(ABC):
+    """Base of the frameworks' ``OmniLearn``. They make ``_world`` first, then take the options and open the events."""
+
+    backend = ""
+    _world: Any
+    _engine: Any
+
+    # Options
+
+    def _take_options(
+        self,
+        global_batch: int,
+        policy: str | Policy,
+        *,
+        min_batch: int | None,
+        max_batch: int | None,
+        multiple_of: int,
+        park: bool,
+        micro_batch: int | None,
+        nonfinite: str,
+        seed: int,
+    ) -> dict[str, Any]:
+        """Check what all frameworks have in common, and keep it. Returns it by name."""
+        if nonfinite not in ("raise", "skip"):
+            raise InfeasibleError(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
+        if not isinstance(global_batch, int) or global_batch < 1:
+            raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
+        for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
+            if value is not None and value < 1:
+                raise InfeasibleError(f"{name} must be at least 1, got {value}")
+        self._policy = control.policy(policy)
+        self.global_batch, self.seed = global_batch, seed
+        self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
+        self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
+        return {
+            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
+            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
+        }  # fmt: skip
+
+    def _open(self, mode: str, options: dict[str, Any], log_dir: str | os.PathLike[str] | None) -> None:
+        """All ranks have the same versions and options; from now on there are events."""
+        self._world.agree_versions()
+        self._world.agree("OmniLearn's options", options)
+        self.log_dir = log_dir or os.environ.get("OMNILEARN_LOG_DIR")
+        self._events = EventLog(self.log_dir, self.rank)
+        self._tracking = contextlib.ExitStack()
+        self._listeners: list[Callable[[Plan, int], None]] = []
+        self._write_run(mode, options)
+
+    def _write_run(self, mode: str, options: dict[str, Any]) -> None:
+        if self.is_main:
+            workers = [asdict(worker) for worker in self._world.resources]
+            about = {"mode": mode, "backend": self.backend, "options": options, "omnilearn": __version__}
+            self._events.write("run", **about, workers=workers)
+
+    def _found_problem(self, smallest: int) -> Problem:
+        """What there is to plan, for a model that can train on ``smallest`` samples."""
+        return Problem.of(
+            self.global_batch,
+            speeds=resources.speeds(self._world.resources) if self.world_size > 1 else [1.0],
+            minimum=max(self._min_batch or smallest, self._multiple_of),
+            maximum=self._max_batch,
+            multiple_of=self._multiple_of,
+            park=self._park,
+            micro=self._micro_batch,
+        )
+
+    # Readable state
+
+    @property
+    def rank(self) -> int:
+        return int(self._world.rank)
+
+    @property
+    def world_size(self) -> int:
+        return int(self._world.size)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that should print and write."""
+        return bool(self._world.is_main)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan last decided: every worker's batch, who is parked, why."""
+        plan: Plan = self._prepared("plan").planner.plan
+        return plan
+
+    @property
+    def batch(self) -> int:
+        """This worker's batch in the plan (0: parked)."""
+        return self.plan.batches[self.rank]
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because their gradient was not finite."""
+        return int(self._prepared("skipped").skipped)
+
+    def on_plan(self, listener: Callable[[Plan, int], None]) -> None:
+        """Have ``listener(plan, step)`` called when a new plan is decided, with the step it takes effect at."""
+        self._listeners.append(listener)
+
+    def track(self, tracker: Tracker) -> None:
+        """Have what the events say sent to ``tracker`` as it comes, from rank 0: W&B, MLflow (docs/observe.md)."""
+        if self.log_dir is None:
+            raise UsageError("track() needs events: give OmniLearn(log_dir=…), or start the script with omnilearn run")
+        if self.is_main:
+            self._tracking.enter_context(track(self.log_dir, tracker))
+
+    def _announce(self, plan: Plan, step: int) -> None:
+        if self.is_main:
+            log.info("step %d: batches %s (%s)", step, plan.batches, plan.reason)
+        for listener in self._listeners:
+            listener(plan, step)
+
+    def _prepared(self, what: str) -> Any:
+        if self._engine is None:
+            raise UsageError(
+                f"{what} needs a prepared model: call model, optimizer = omni.prepare(model, optimizer) first"
+            )
+        return self._engine
+
+    # Checkpoints
+
+    def _policy_facts(self) -> dict[str, Any]:
+        """The controller's part of a checkpoint."""
+        return {
+            "workers": self.world_size,
+            "kind": type(self._policy).__name__,
+            **self._engine.planner.state.state_dict(),
+        }
+
+    def _resume(self, saved: dict[str, Any], position: dict[str, Any] | None) -> None:
+        """Go on with the saved plan where it is for as many workers, and with the saved step."""
+        engine = self._engine
+        if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
+            restored = self._policy.restore(engine.planner.problem, saved)
+            engine.planner.reset(restored, position["step"] if position else 0)
+        elif position:
+            engine.planner.reset(engine.planner.state, position["step"])
+        if position:
+            engine.step = position["step"]
+
+    # The end
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group of workers. Also done at the end of a ``with`` block."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Give up everything held, without a word to the others."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._events.write("end", ok=False, error=f"{type(error).__name__}: {error}")
+            self._world.report_failure(error)
+            self._let_go()  # the others must not wait for a process that lives on
+        else:
+            self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("iterate over the batches that it gives (loader(…), dataset(…)), not over the OmniLearn object")
