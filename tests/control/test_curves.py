@@ -104,6 +104,14 @@ def test_uncertainty_of_alpha_falls_when_batches_differ() -> None:
     assert np.isfinite(once.alpha_uncertainty([32])[0])
 
 
+def test_equal_shares_are_predicted_only_where_the_line_is_sure() -> None:
+    assert Curves.guess([1.0]).equal_shares(64) is None
+    near = fitted(0.1, 0.001, [32] * 6)
+    assert near.equal_shares(32) == pytest.approx(0.132)
+    assert near.equal_shares(128) is None  # α may be all of it or nothing
+    assert fitted(0.1, 0.001, [16, 32, 48] * 4).equal_shares(128) == pytest.approx(0.228, rel=0.1)
+
+
 measurement = st.tuples(st.integers(0, 10**6), st.floats(-14, 9))
 
 

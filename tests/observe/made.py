@@ -90,7 +90,8 @@ def sync_run(
         for kind, values in windows[k].rest(clock):
             folder.write(k, kind, clock, **values)
     if not uniform:
-        folder.write(0, "curves", clock, step=steps, alpha=alpha.tolist(), beta=beta.tolist())
+        slowest = float((alpha + beta * total / workers).max())
+        folder.write(0, "curves", clock, step=steps, alpha=alpha.tolist(), beta=beta.tolist(), equal=slowest)
     for k in range(workers):
         folder.write(k, "end", clock, ok=True)
     folder.close()

@@ -87,7 +87,7 @@ def test_a_gain_that_was_not_measured_is_called_predicted(tmp_path: Path) -> Non
     assert found.how == "predicted"
     assert found.times == pytest.approx((0.004 / 0.5**0.5 + 0.002 / 0.5 * 32) / 0.0455, rel=0.15)
     assert "Predicted, not measured: " in parsed(page([run])).text
-    run.curves = ([], [])
+    run.equal_time = None
     assert summary.gain(run) is None
     assert "is not known" in parsed(page([run])).text
 

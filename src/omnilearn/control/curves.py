@@ -33,6 +33,8 @@ GATE_FLOOR = 0.25
 """… and further than this fraction of the step time."""
 SAME_CHANGE = 1.5
 """Two outliers that differ by no more than this factor show the same change of speed; others are two outliers."""
+SURE = 0.25
+"""A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
 FLAT = 1e-3
 """β·b is at least this fraction of the step time: a line never falls and is never quite flat."""
 
@@ -83,6 +85,20 @@ class Curves:
         determinant = aa * bb - ab * ab
         variance = np.divide(bb, determinant, out=np.full_like(bb, np.inf), where=determinant > 0)
         return np.asarray(self.noise * np.sqrt(variance) / np.maximum(self.times(batches), 1e-300))
+
+    def equal_shares(self, batch: int) -> float | None:
+        """Seconds the slowest needs for an equal share of ``batch``; None where a line is not SURE there yet."""
+        share = np.full(len(self.alpha), batch / len(self.alpha))
+        fixed, (aa, ab, bb), times = passes(share, self.micro), self.info, self.times(share)
+        determinant = aa * bb - ab * ab
+        variance = np.divide(
+            bb * fixed**2 - 2 * ab * fixed * share + aa * share**2,
+            determinant,
+            out=np.full_like(bb, np.inf),
+            where=determinant > 0,
+        )
+        sure = np.maximum(self.noise, NOISE_START) * np.sqrt(variance) <= SURE * times
+        return float(times.max()) if np.all(sure & (self.seen > 0)) else None
 
     def scaled(self, factor: npt.ArrayLike) -> Curves:
         """Every time multiplied by ``factor`` (per worker), with what was known of the line's shape kept."""

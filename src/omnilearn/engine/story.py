@@ -51,7 +51,14 @@ class Story:
         self._curves_at = time.monotonic()
         if any(fitted.seen):
             known = [bool(seen) for seen in fitted.seen]
-            self._events.write("curves", step=step, alpha=_known(fitted.alpha, known), beta=_known(fitted.beta, known))
+            equal = fitted.equal_shares(sum(state.plan.batches))
+            self._events.write(
+                "curves",
+                step=step,
+                alpha=_known(fitted.alpha, known),
+                beta=_known(fitted.beta, known),
+                equal=None if equal is None else float(f"{equal:.5g}"),
+            )
 
     def _peak(self) -> int:
         """The most memory in use so far, in bytes: of the card, or of the process."""

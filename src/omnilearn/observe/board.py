@@ -77,7 +77,7 @@ class Board:
         self.workers: list[Worker] = []
         self.mode = "sync"
         self.options: dict[str, Any] = {}
-        self.curves: tuple[Sequence[float | None], Sequence[float | None]] = ((), ())
+        self.equal_time: float | None = None
         self.plan: Event | None = None
         self.plans = 0
         self.epoch = 0
@@ -127,11 +127,10 @@ class Board:
     @property
     def gain(self) -> float | None:
         """How many times as fast as with equal batches, by the fitted curves. None: not known."""
-        batch, now = self.options.get("global_batch"), self.step_time
-        if self.mode != "sync" or not batch or not now:
+        now = self.step_time
+        if self.mode != "sync" or not now:
             return None
-        alike = uniform_time(*self.curves, batch)
-        return alike / now if alike else None
+        return self.equal_time / now if self.equal_time else None
 
     @property
     def epoch_left(self) -> float | None:
@@ -167,7 +166,7 @@ class Board:
         self.workers[worker].steps(rows)
 
     def _curves(self, event: Event) -> None:
-        self.curves = event["alpha"], event["beta"]
+        self.equal_time = event.get("equal")
 
     def _metric(self, event: Event) -> None:
         self.metric = event
@@ -191,14 +190,6 @@ HANDLERS = {
     "metric": Board._metric,
     "end": Board._end,
 }
-
-
-def uniform_time(alpha: Sequence[float | None], beta: Sequence[float | None], batch: int) -> float | None:
-    """What a step with equal batches would take by the fitted lines: that of the slowest, without the reduction."""
-    if not alpha or len(alpha) != len(beta):
-        return None
-    times = [a + b * batch / len(alpha) for a, b in zip(alpha, beta, strict=True) if a is not None and b is not None]
-    return max(times) if len(times) == len(alpha) else None
 
 
 def _share(rows: Iterable[Row]) -> float | None:

@@ -103,6 +103,7 @@ class Run:
     ended: float = 0.0
     plans: list[Event] = field(default_factory=list)
     curves: tuple[list[float | None], list[float | None]] = ((), ())  # type: ignore[assignment]
+    equal_time: float | None = None  # of a step with equal batches, by the curves; None: they are not sure of it
     metrics: list[Event] = field(default_factory=list)
     marks: list[Event] = field(default_factory=list)  # out of memory, faults, checkpoints
     errors: list[str] = field(default_factory=list)

@@ -103,6 +103,7 @@ def _plan(run: Run, event: Event) -> None:
 def _curves(run: Run, event: Event) -> None:
     alpha, beta = ([None if v is None else _number(v) for v in event[name]] for name in ("alpha", "beta"))
     run.curves = alpha, beta
+    run.equal_time = None if event.get("equal") is None else _number(event["equal"])
 
 
 def _metric(run: Run, event: Event) -> None:

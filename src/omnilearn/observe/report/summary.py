@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnilearn.observe.board import uniform_time
 from omnilearn.observe.report.chart import number
 from omnilearn.observe.report.history import Run
 from omnilearn.observe.words import duration
@@ -50,13 +49,12 @@ def gain(run: Run, others: Sequence[Run] = ()) -> Gain | None:
                 f"{last[1].name} ({_steps(steps)})"
             )
             return Gain(pace / now, "measured", explained)
-    alike = uniform_time(*run.curves, run.global_batch)
-    if alike and now:
+    if run.equal_time and now:
         explained = (
-            f"by the fitted curves a step with equal batches would take at least {_ms(alike)}; with the "
+            f"by the fitted curves a step with equal batches would take at least {_ms(run.equal_time)}; with the "
             f"{last[1].name} it took {_ms(now)} ({_steps(steps)})"
         )
-        return Gain(alike / now, "predicted", explained)
+        return Gain(run.equal_time / now, "predicted", explained)
     return None
 
 
