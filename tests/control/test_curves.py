@@ -74,6 +74,23 @@ def test_a_change_of_speed_is_recognised_by_the_second_measurement(factor: float
     np.testing.assert_allclose(curves.times([24, 48, 96]), now, rtol=0.06)
 
 
+@pytest.mark.parametrize("factor", [0.8, 0.88, 1.12, 1.2])
+def test_a_change_too_small_to_stand_out_is_followed_within_some_measurements(factor: float) -> None:
+    random, found = np.random.default_rng(1), []
+    for _ in range(30):
+        curves = fitted(0.1, 0.002, [48, 64, 80] * 20 + [64] * 60, noise=0.04, seed=int(random.integers(1000)))
+        for _ in range(10):
+            seconds = factor * 0.228 * (1 + 0.04 * random.standard_normal())
+            curves = curves.observe([64], [seconds])
+        found.append(curves.times([64])[0] / 0.228)
+    assert np.median(found) == pytest.approx(factor, rel=0.04)
+
+
+def test_noise_alone_is_no_change() -> None:
+    changes = [int(fitted(0.1, 0.002, [64] * 300, noise=0.05, seed=seed).changes[0]) for seed in range(20)]
+    assert np.mean(changes) <= 2
+
+
 def test_what_was_before_a_change_is_forgotten_at_once() -> None:
     curves = fitted(0.05, 0.002, [32, 64, 48, 40] * 50)
     for b in (48, 48, 32, 64, 48, 96):  # from now on another line, not just a multiple of the old one

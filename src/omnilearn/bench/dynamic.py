@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,26 +50,29 @@ def run(args: argparse.Namespace) -> Record:
     climb = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
     steps, rounds = args.steps or (14 if args.quick else 30), args.rounds or (1 if args.quick else 3)
     contestants = ("ddp", "optimal") if args.quick else CONTESTANTS
-    rows: list[Row] = []
-    outcomes: dict[str, Any] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
+    rows: dict[str, list[Row]] = {}
+
+    def record() -> Record:
+        first = outcomes[args.model[0]]
+        summary = {
+            "climb": climb,
+            "steps": steps,
+            "goal": GOAL,
+            "steps_to_90": first["steps_to_90"],
+            "speedup_vs_uniform": first["speedup_vs_uniform"],
+            "workloads": outcomes,
+        }
+        return Record("dynamic", [row for measured in rows.values() for row in measured], summary)
+
     total = len(args.model) * (3 * len(set(climb)) + rounds * len(contestants))
     with Progress("dynamic", total) as progress, Gang(4) as gang:
         gang.threads([1] * gang.size)
         for name in args.model:
-            outcomes[name], measured = journey(
-                gang, name, size_of(args), climb, steps, rounds, contestants, args.quick, progress
-            )
-            rows += measured
-    first = outcomes[args.model[0]]
-    summary = {
-        "climb": climb,
-        "steps": steps,
-        "goal": GOAL,
-        "steps_to_90": first["steps_to_90"],
-        "speedup_vs_uniform": first["speedup_vs_uniform"],
-        "workloads": outcomes,
-    }
-    return Record("dynamic", rows, summary)
+            for outcome in journeys(gang, name, size_of(args), climb, steps, rounds, contestants, args.quick, progress):
+                outcomes[name], rows[name] = outcome
+                record().keep(args.json)
+    return record()
 
 
 def one_core(name: str) -> tuple[float, ...]:
@@ -78,7 +82,7 @@ def one_core(name: str) -> tuple[float, ...]:
     return tuple(share / max(most, 1.0) for share in shares)
 
 
-def journey(
+def journeys(
     gang: Gang,
     name: str,
     size: Size,
@@ -88,7 +92,8 @@ def journey(
     contestants: tuple[str, ...],
     quick: bool,
     progress: Progress,
-) -> tuple[dict[str, Any], list[Row]]:
+) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """Every contestant once through all levels, round by round; after each, what is known so far."""
     batch = workload(name, size).global_batch
     shares = {word: one_core(word) for word in climb}
     best: dict[str, list[float]] = {word: [] for word in climb}
@@ -114,8 +119,8 @@ def journey(
                 gang.cpu(shares[climb[0]])
                 traces[contestant].append(_travel(gang, contestant, climb, shares, steps, batch))
                 progress.done(f"{name}: {contestant}, journey {turn + 1} of {rounds}")
-    typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
-    return _judge(name, climb, traces, typical, splits)
+            typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
+            yield _judge(name, climb, traces, typical, splits)
 
 
 def _travel(

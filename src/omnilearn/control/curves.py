@@ -6,7 +6,8 @@ A worker whose memory holds no more than ``micro`` samples makes several passes,
 Recursive least squares on relative errors, all workers at once. Old data fade (FORGET); what is never excited again
 keeps its estimate and only loses certainty, down to a floor (stabilised forgetting). A measurement far outside what
 the line and its uncertainty allow is set aside as an outlier; a second one like it in a row is a real change of
-speed: the line is scaled to it and the past forgotten at once. Knows nothing of plans.
+speed: the line is scaled to it and the past forgotten at once. So it is when smaller errors all go one way: too many
+for noise. Knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ GATE_FLOOR = 0.25
 """… and further than this fraction of the step time."""
 SAME_CHANGE = 1.5
 """Two outliers that differ by no more than this factor show the same change of speed; others are two outliers."""
+RECENT = 0.6
+"""Weight of the past in the average of recent errors, whose own standard deviation is then half that of one error."""
+DRIFT, DRIFT_FLOOR = 1.75, 0.04
+"""Errors go one way when their average is further from 0 than so many standard deviations of one, and than this…"""
+KNOWN = 12
+"""… of a line with so many measurements behind it: a newer one moves quickly enough without that."""
 SURE = 0.25
 """A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
 FLAT = 1e-3
@@ -57,7 +64,10 @@ class Curves:
     info: Floats  # the 2×2 information matrices: rows αα, αβ, ββ
     noise: Floats  # relative standard deviation of one measurement
     suspect: Floats  # last measurement over its prediction if it was an outlier, else 1
+    bias: Floats  # average of the recent relative errors
     seen: Ints  # measurements taken in; 0: the line is a guess from the worker's nominal speed
+    changes: Ints  # how often the worker's speed changed
+    at: Floats  # the batch last measured
     micro: Ints | None = None  # the problem's
 
     @staticmethod
@@ -71,7 +81,10 @@ class Curves:
             info=np.zeros((3, n)),
             noise=np.full(n, NOISE_START),
             suspect=np.ones(n),
+            bias=np.zeros(n),
             seen=np.zeros(n, dtype=np.int64),
+            changes=np.zeros(n, dtype=np.int64),
+            at=np.zeros(n),
         )
 
     def times(self, batches: npt.ArrayLike) -> Floats:
@@ -89,16 +102,20 @@ class Curves:
     def equal_shares(self, batch: int) -> float | None:
         """Seconds the slowest needs for an equal share of ``batch``; None where a line is not SURE there yet."""
         share = np.full(len(self.alpha), batch / len(self.alpha))
-        fixed, (aa, ab, bb), times = passes(share, self.micro), self.info, self.times(share)
-        determinant = aa * bb - ab * ab
+        times = self.times(share)
+        return float(times.max()) if np.all(self.uncertainty(share) <= SURE * times) else None
+
+    def uncertainty(self, batches: npt.ArrayLike) -> Floats:
+        """Standard deviation of the predicted seconds, the more the further from what was measured (inf: never)."""
+        b, (aa, ab, bb) = np.asarray(batches, dtype=np.float64), self.info
+        fixed, determinant = passes(b, self.micro), aa * bb - ab * ab
         variance = np.divide(
-            bb * fixed**2 - 2 * ab * fixed * share + aa * share**2,
+            bb * fixed**2 - 2 * ab * fixed * b + aa * b**2,
             determinant,
             out=np.full_like(bb, np.inf),
             where=determinant > 0,
         )
-        sure = np.maximum(self.noise, NOISE_START) * np.sqrt(variance) <= SURE * times
-        return float(times.max()) if np.all(sure & (self.seen > 0)) else None
+        return np.asarray(np.maximum(self.noise, NOISE_START) * np.sqrt(np.maximum(variance, 0.0)))
 
     def scaled(self, factor: npt.ArrayLike) -> Curves:
         """Every time multiplied by ``factor`` (per worker), with what was known of the line's shape kept."""
@@ -165,6 +182,14 @@ class Curves:
 
         # A confirmed change of speed: the line scaled to the two measurements, and as uncertain as after the first.
         shift = np.where(changed, np.sqrt(ratio * self.suspect), 1.0)
+        # Errors that all go one way: a change too small to stand out from the noise at once.
+        # At another batch than before it is the line's slope that is wrong, and least squares put that right.
+        past = np.where(b == self.at, self.bias, 0.0)
+        bias = np.where(inlier & ~first, RECENT * past + (1 - RECENT) * error, self.bias)
+        drifted = inlier & (self.seen >= KNOWN) & (np.abs(bias) > np.maximum(DRIFT * deviation, DRIFT_FLOOR))
+        shift = np.where(drifted, 1 + bias, shift)
+        alpha, beta = np.where(drifted, self.alpha, alpha), np.where(drifted, self.beta, beta)
+        changed |= drifted
         now = predicted * shift
         fresh = np.stack([(1 + PRIOR) * fixed * fixed / now**2, fixed * b / now**2, b * b / now**2])
         info = np.where(changed, fresh, np.stack([aa, ab, bb]))
@@ -176,7 +201,10 @@ class Curves:
             info=np.where(measured, info, self.info),
             noise=np.maximum(noise, NOISE_FLOOR),
             suspect=np.where(outlier & ~changed, ratio, np.where(measured, 1.0, self.suspect)),
-            seen=self.seen + inlier + changed,
+            bias=np.where(changed, 0.0, bias),
+            seen=self.seen + (inlier | changed),
+            changes=self.changes + changed,
+            at=np.where(inlier | changed, b, self.at),
             micro=self.micro,
         )
 
@@ -185,5 +213,7 @@ class Curves:
 
     @staticmethod
     def from_state(state: dict[str, Sequence[float]]) -> Curves:
-        arrays: dict[str, Any] = {k: np.asarray(v, np.int64 if k == "seen" else np.float64) for k, v in state.items()}
+        arrays: dict[str, Any] = {
+            k: np.asarray(v, np.int64 if k in ("seen", "changes") else np.float64) for k, v in state.items()
+        }
         return Curves(**arrays)

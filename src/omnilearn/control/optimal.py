@@ -189,13 +189,15 @@ class Optimal:
                     candidates.append(_over(problem, curves, others))
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
+        # In the beginning a set that looks better is worth a try; later only where the lines can be relied on.
+        early = state.steps <= 2 * LEARNING
+        predicted = _time if early else _cautious
         for candidate in candidates:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
-            early = state.steps <= 2 * LEARNING
             least = (0.02 if early else 0.04) if fewer else max(0.03, self._worth(curves, workers))
-            if workers == state.plan.active or 1 - _time(candidate, curves, cost) / now < least:
+            if workers == state.plan.active or 1 - predicted(candidate, curves, cost) / now < least:
                 continue
             if workers in refused and state.steps < refused[workers].until:
                 continue
@@ -264,7 +266,9 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         faster = float(speeding.max())
         cost = [c if c is None or n <= len(state.plan.active) else c / max(faster, 1.0) for n, c in enumerate(cost)]
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
-        curves = curves.observe(np.where(measured, batches, 0), busy)
+        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), busy)
+        if np.any(curves.changes > changes):
+            times = []  # those of other speeds
         n = int((batches > 0).sum())
         if 0 < n == measured.sum():
             # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
@@ -280,6 +284,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         curves=curves,
         reduce_cost=tuple(cost),
         times=tuple(times[-8:]),
+        settled=state.settled if np.array_equal(curves.changes, state.curves.changes) else 0,
         steps=state.steps + steps,
         pulse=tuple(pulse.tolist()),
     )
@@ -333,6 +338,13 @@ def _active(batches: Ints) -> Workers:
 
 def _time(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> float:
     return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
+
+
+def _cautious(batches: Ints, curves: Curves, cost: Floats) -> float:
+    """As ``_time``, and more for workers that would compute more than they did last, by how unsure their lines are."""
+    on, times = batches > 0, curves.times(batches)
+    doubt = np.where(batches > curves.at, np.minimum(curves.uncertainty(batches), times / 2), 0.0)
+    return float((times + doubt)[on].max() + cost[int(on.sum())])
 
 
 def _restricted(problem: Problem, workers: Workers) -> Problem:
