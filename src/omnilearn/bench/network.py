@@ -55,10 +55,12 @@ def run(args: argparse.Namespace) -> Record:
                 outcomes = {}
                 for name in args.model:
                     contest = Contest(gang, f"{level} {word}", name, size_of(args), how, progress)
-                    rows += contest.run()
-                    outcomes[name] = contest.summary()
-                    summary["links"][f"{level} {word}"] = worst(outcomes)
-                    Record("network", rows, summary).keep(args.json)
+                    before = list(rows)
+                    for measured in contest.run():
+                        rows = before + measured
+                        outcomes[name] = contest.summary()
+                        summary["links"][f"{level} {word}"] = worst(outcomes)
+                        Record("network", rows, summary).keep(args.json)
         summary["emulation"] = gang.emulator.how
     summary["latency"] = "left out: rates only" if "netem" in summary["emulation"] else "not limited"
     found = [link["vs_best_subset"] for link in summary["links"].values()]

@@ -137,13 +137,32 @@ def _dynamic(record: Data) -> list[str]:
             [who, total["median"], _spread([total["lower"], total["upper"]]), total["median"] / totals["ddp"]["median"]]
             for who, total in totals.items()
         ]
+        load = record["summary"].get("load")
+        busy = "" if load is None else f" (worker {load}'s device busy with other work)"
         parts += [
-            f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}. "
+            f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}{busy}. "
             f"Most steps after a change until 0.9 of the new oracle: {cell(own['steps_to_90'])} "
             f"(goal: {record['summary']['goal']}).\n",
             table(["contestant", "seconds", "quartiles", "of uniform's time"], rows),
         ]
     return parts + _measured(record)
+
+
+def _memory(record: Data) -> list[str]:
+    summary = record["summary"]
+    columns = ["workload", "its share needs, MB", "it has, MB", "samples that fit", "times faster than capping",
+               "quartiles", "of the speed with enough memory", "shares: enough, capped, micro-batches"]  # fmt: skip
+    rows = [
+        [name, own["need_mb"], own["room_mb"], own["fits"], own["gain_over_capping"],
+         _spread(own["gain_over_capping_spread"]), own["of_enough_memory"], ", ".join(own["shares"].values())]
+        for name, own in summary["workloads"].items()
+    ]  # fmt: skip
+    return [
+        f"Worker {summary['worker']} of {summary['emulate']} has memory for a part of its share. *Capping* its batch "
+        f"gives the rest to the others; OmniLearn computes its share in micro-batches.\n",
+        table(columns, rows),
+        *_measured(record),
+    ]
 
 
 def _async(record: Data) -> list[str]:
@@ -233,6 +252,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "sync": ("Synchronous training at the papers' levels", _sync),
     "async": ("Asynchronous training", _async),
     "dynamic": ("A cluster that changes", _dynamic),
+    "memory": ("What memory costs", _memory),
     "network": ("Slow links", _network),
     "overhead": ("Cost on equal machines", _overhead),
     "events": ("What events cost", _events),

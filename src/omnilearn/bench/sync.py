@@ -8,7 +8,7 @@ down for a while slows all of them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -106,10 +106,12 @@ def run(args: argparse.Namespace) -> Record:
             outcomes = {}
             for name in args.model:
                 contest = Contest(gang, level, name, size_of(args), how, progress)
-                rows += contest.run()
-                outcomes[name] = contest.summary()
-                summary["levels"][level] = worst(outcomes)
-                Record("sync", rows, summary).keep(args.json)
+                before = list(rows)
+                for measured in contest.run():
+                    rows = before + measured
+                    outcomes[name] = contest.summary()
+                    summary["levels"][level] = worst(outcomes)
+                    Record("sync", rows, summary).keep(args.json)
         summary["emulation"] = gang.emulator.how
     return Record("sync", rows, summary)
 
@@ -147,7 +149,8 @@ class Contest:
     search: Search | None = None
     plans: list[tuple[int, Batches, str]] = field(default_factory=list)
 
-    def run(self) -> list[Row]:
+    def run(self) -> Iterator[list[Row]]:
+        """The rows so far, after every round and at the end."""
         gang, how = self.gang, self.how
         batch = self.gang.workload(self.name, self.size).global_batch
         with gang.session(self.name, self.size) as least:
@@ -168,6 +171,7 @@ class Contest:
                 for contestant in contestants if turn % 2 else contestants[::-1]:
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
                 self._done(f"round {turn + 1} of {how.rounds}")
+                yield self._rows()
             self.plans = gang.all("reasons", "optimal")[0]
             for start in range(how.starts):
                 name = f"start {start}"
@@ -176,7 +180,7 @@ class Contest:
                 gang.all("close", name)
             if how.starts:
                 self._done("starts from uniform")
-        return self._rows()
+        yield self._rows()
 
     def _done(self, text: str) -> None:
         self.progress.done(f"{self.level} {self.name}: {text}")
