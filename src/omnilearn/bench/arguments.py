@@ -51,6 +51,10 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
 
 
+def add_compress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compress", action="store_true", help="also OmniLearn with gradients sent in bfloat16")
+
+
 def size_of(args: argparse.Namespace) -> Size:
     return Size(args.size, args.batch, args.image, args.bf16, args.length)
 

@@ -17,6 +17,7 @@ import numpy as np
 from omnilearn.bench import oracle
 from omnilearn.bench.arguments import (
     add_cluster,
+    add_compress,
     add_framework,
     add_levels,
     add_models,
@@ -34,6 +35,8 @@ from omnilearn.cluster.resources import cores
 
 LEVELS = ("HL1", "HL2", "HL4", "HL8")
 POLICIES = ("static", "proportional", "prototype", "optimal")
+BF16 = "optimal, compressed"
+"""With gradients sent in bfloat16; only where it is asked for."""
 FIXED = ("static",)
 """Policies with nothing to learn."""
 NEAR = 0.9
@@ -83,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, LEVELS)
     add_cluster(parser, "another cluster instead of the levels")
     add_models(parser, ("heavy", "even", "chatty"))
+    add_compress(parser)
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
     add_framework(parser)
 
@@ -90,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Record:
     check_framework(args)
     how = effort(args.quick)
+    if args.compress:
+        how = replace(how, policies=(*how.policies, BF16))
     if args.rounds:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []
@@ -157,8 +163,9 @@ class Contest:
             gang.all("open_plain", SPLITS, {})
             self.search = oracle.search(gang, batch, least, quick=how.quick_search, say=self._done)
             for policy in how.policies:
-                kind = f"proportional every {how.epoch}" if policy == "prototype" else policy
-                gang.all("open_omni", policy, how.block, kind, {}, doing=f"setting up {policy}")
+                kind = {"prototype": f"proportional every {how.epoch}", BF16: "optimal"}.get(policy, policy)
+                options = {"compress": "bf16"} if policy == BF16 else {}
+                gang.all("open_omni", policy, how.block, kind, options, doing=f"setting up {policy}")
             for policy in (policy for policy in how.policies if policy not in FIXED):
                 for _ in range(-(-how.learn // how.block)):
                     last = gang.block(policy)

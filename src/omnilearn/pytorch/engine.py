@@ -54,6 +54,7 @@ class SyncEngine:
         others: tuple[Any, ...],
         *,
         nonfinite: str,
+        compress: str | None,
         find_unused_parameters: bool | None,
         on_plan: Callable[[Plan, int], None],
         events: EventLog | None = None,
@@ -75,7 +76,8 @@ class SyncEngine:
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
-        self.membership = Membership(world, module, self.pack, self.unpack)
+        self._compress = None if compress is None else reduction.COMPRESSED[compress]
+        self.membership = Membership(world, module, self.pack, self.unpack, self._compress)
         self.membership.find_unused = find_unused_parameters
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
@@ -310,7 +312,7 @@ class SyncEngine:
                 raise OutOfMemoryError(message)
         members.find_unused = not all(all(theirs) for theirs, _ in everywhere or [(used, None)])
         if members.group is not None:
-            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group)
+            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group, self._compress)
             members.wrap()
 
     def give_up(self, error: OutOfMemoryError) -> NoReturn:

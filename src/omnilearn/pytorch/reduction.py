@@ -1,4 +1,4 @@
-"""Gradients without DistributedDataParallel: the first step's reduction, the user's weights divided out, norms."""
+"""Gradients beside what DistributedDataParallel does: the first step's reduction, fewer bits, weights, norms."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+COMPRESSED = {"bf16": torch.bfloat16}
+"""What gradients may be sent as, by the names that users give."""
 
-def by_hand(module: nn.Module, used: list[list[bool]], group: Any) -> None:
-    """Average the gradients over the group, of all parameters that somebody has one of."""
+
+def _packed(gradient: torch.Tensor, count: int, kind: torch.dtype | None) -> torch.Tensor:
+    """This worker's part of an average over ``count``, as it is sent: divided before it loses bits, in place."""
+    gradient /= count
+    fewer = kind is not None and gradient.is_floating_point() and gradient.itemsize > kind.itemsize
+    return gradient.to(kind) if fewer else gradient
+
+
+def bucket(gradients: dist.GradBucket, group: Any, kind: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DistributedDataParallel: the bucket is averaged over the group, but sent and added up as ``kind``."""
+    buffer = gradients.buffer()
+    sent = _packed(buffer, group.size(), kind)
+    future = dist.all_reduce(sent, group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def by_hand(module: nn.Module, used: list[list[bool]], group: Any, kind: torch.dtype | None) -> None:
+    """Average the gradients over the group, of all parameters that somebody has one of; sent as ``kind``."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     for p, *anywhere in zip(parameters, *used, strict=True):
         if any(anywhere):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, group=group)
-            p.grad /= len(used)
+            sent = _packed(p.grad, len(used), kind)
+            dist.all_reduce(sent, group=group)
+            p.grad.copy_(sent)
 
 
 def divide(module: nn.Module, reduction: tuple[torch.Tensor, Any], assumed: int) -> None:
