@@ -285,6 +285,8 @@ class SyncEngine:
         with self.world.naming_the_culprit("reducing gradients"):
             if self.membership.find_unused is None:
                 self._reduce_first()
+            if self.membership.compressed is not None:
+                self.membership.compressed.finish()
             if self._own_weights:
                 reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
         # Before the clock's mark: it is there when the step's time is read.

@@ -50,6 +50,7 @@ class Membership:
         self.active: Workers = ()
         self.group: Any = None
         self.wrapped: DistributedDataParallel | None = None
+        self.compressed: reduction.Compressed | None = None  # what is on its way in fewer bits
         self.find_unused: bool | None = None  # None: not known yet, nothing is wrapped
 
     @property
@@ -97,9 +98,10 @@ class Membership:
                 **{BUFFERS_IN_FORWARD: False},
             )
             if self._compress is not None:
-                group, kind = self.group, self._compress
+                group = self.group
+                self.compressed = compressed = reduction.Compressed(self._compress)
                 # A lambda: torch refuses hooks whose annotations are strings.
-                self.wrapped.register_comm_hook(None, lambda _, bucket: reduction.bucket(bucket, group, kind))
+                self.wrapped.register_comm_hook(None, lambda _, bucket: compressed.send(bucket, group))
 
     def close(self) -> None:
         """Let go of all groups. Left to the garbage collector, a DataLoader's fork may hang in destroying them."""

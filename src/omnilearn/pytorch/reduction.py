@@ -19,12 +19,32 @@ def _packed(gradient: torch.Tensor, count: int, kind: torch.dtype | None) -> tor
     return gradient.to(kind) if fewer else gradient
 
 
-def bucket(gradients: dist.GradBucket, group: Any, kind: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """A hook of DistributedDataParallel: the bucket is averaged over the group, but sent and added up as ``kind``."""
-    buffer = gradients.buffer()
-    sent = _packed(buffer, group.size(), kind)
-    future = dist.all_reduce(sent, group=group, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+class Compressed:
+    """DistributedDataParallel's buckets on their way as ``kind``: ``send`` is its hook, ``finish`` puts them back.
+
+    Not by the future of the reduction: gloo's knows nothing of a card's streams. Gradients are views of the buckets.
+    """
+
+    def __init__(self, kind: torch.dtype) -> None:
+        self._kind = kind
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, dist.Work]] = []
+
+    def send(self, bucket: dist.GradBucket, group: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        sent = _packed(buffer, group.size(), self._kind)
+        self._pending.append((buffer, sent, dist.all_reduce(sent, group=group, async_op=True)))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        done.set_result(buffer)
+        return done
+
+    def finish(self) -> None:
+        """After the backward pass: the averages are the gradients."""
+        for buffer, sent, work in self._pending:
+            work.wait()
+            buffer.copy_(sent)
+        self._pending.clear()
 
 
 def by_hand(module: nn.Module, used: list[list[bool]], group: Any, kind: torch.dtype | None) -> None:
