@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> Record:
                     outcomes[name] = contest.summary()
                     summary["levels"][level] = worst(outcomes)
                     Record("sync", rows, summary).keep(args.json)
-        summary["emulation"] = gang.emulator.how
+        summary["emulation"], summary["devices"] = gang.emulator.how, gang.devices
     return Record("sync", rows, summary)
 
 
