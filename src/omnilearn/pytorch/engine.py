@@ -96,6 +96,7 @@ class SyncEngine:
         self._progress = Progress()
         self._told: torch.Tensor | None = None  # the loss for the events
         self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
+        optimizer._step_supports_amp_scaling = False  # a GradScaler decides before a step
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
