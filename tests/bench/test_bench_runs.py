@@ -103,10 +103,16 @@ def test_other_work_on_one_device(tmp_path: Path) -> None:
     assert "busy with other work" in render([("dynamic.json", read)])
 
 
-def test_a_load_begins_and_ends_with_its_flag(tmp_path: Path) -> None:
+CUDA = pytest.param(
+    "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_load_begins_and_ends_with_its_flag(tmp_path: Path, device: str) -> None:
     flag = tmp_path / "load"
     flag.write_bytes(b"\0\0")
-    load = Load(flag, 1, torch.device("cpu"))
+    load = Load(flag, 1, torch.device(device))
     load.start()
 
     def moves(wanted: bool) -> bool:
@@ -122,6 +128,9 @@ def test_a_load_begins_and_ends_with_its_flag(tmp_path: Path) -> None:
     for flags, wanted in ((b"\0\1", True), (b"\1\0", False), (b"\0\1", True), (b"\0\0", False)):
         flag.write_bytes(flags)
         assert moves(wanted)
+    load.over.set()
+    load.join(30)
+    assert not load.is_alive()
 
 
 def test_async(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ AHEAD = 2
 
 
 class Load(threading.Thread):
-    """Keeps ``device`` busy whenever byte ``rank`` of the file is set. Ends with the process."""
+    """Keeps ``device`` busy whenever byte ``rank`` of the file is set. Ends with the process, or when ``over``."""
 
     def __init__(self, path: Path, rank: int, device: torch.device) -> None:
         super().__init__(name="omnilearn-bench-load", daemon=True)
         self._path, self._rank, self._device = path, rank, device
-        self.rounds = 0
+        self.rounds, self.over = 0, threading.Event()
 
     def run(self) -> None:
         side, cuda = SIDE[self._device.type], self._device.type == "cuda"
@@ -41,9 +40,9 @@ class Load(threading.Thread):
         with torch.cuda.stream(stream), torch.no_grad():
             a = torch.randn(side, side, device=self._device, dtype=kind)
             product = torch.empty_like(a)
-            while True:
+            while not self.over.is_set():
                 if os.pread(file, 1, self._rank) != b"\1":
-                    time.sleep(LOOK)
+                    self.over.wait(LOOK)
                     continue
                 torch.mm(a, a, out=product)
                 self.rounds += 1
@@ -52,3 +51,4 @@ class Load(threading.Thread):
                     queued[-1].record(stream)
                     if len(queued) > AHEAD:
                         queued.popleft().synchronize()
+        os.close(file)
