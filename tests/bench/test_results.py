@@ -67,6 +67,13 @@ def test_each_cluster_beside_the_claim_for_its_kind(
     assert claim in page.split("## ")[1]
 
 
+def test_what_was_interrupted_says_so() -> None:
+    whole = record("sync", [{"a": 1}], {"levels": {"HL8": contest(2.0)}})
+    cut = record("sync", [{"a": 1}], {"levels": {"HL8": contest(2.0)}, "unfinished": True})
+    assert "**Unfinished**" not in render([("s.json", whole)])
+    assert "**Unfinished**" in render([("s.json", cut)])
+
+
 def test_order_does_not_matter(tmp_path: Path) -> None:
     sync = ("s.json", record("sync", [{"a": 1}], {"levels": {"HL8": contest(2.0)}}))
     links = ("n.json", record("network", [{"a": 1}], {"links": {"HL2 1Gbit": contest(2.0)}}))

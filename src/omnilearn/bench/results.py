@@ -69,9 +69,10 @@ def _origin(name: str, record: Data) -> str:
     here = record["machine"]
     gpu = f", {', '.join(here['gpu'])}" if here["gpu"] else ""
     torch = f", torch {here['torch']}" if here["torch"] else ""
+    cut = " **Unfinished**: what there was when it was interrupted." if record["summary"].get("unfinished") else ""
     return (
         f"`{record['command']}` on {record['date'][:10]}: {here['cpu']}, {here['cores']} cores{gpu}, "
-        f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).\n"
+        f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).{cut}\n"
     )
 
 

@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> Record:
         Progress("sync", len(levels) * len(args.model) * pieces(how)) as progress,
         Gang(emulation=emulation, framework=args.framework) as gang,
     ):
+        summary["emulation"], summary["devices"] = gang.emulator.how, gang.devices
         for level in levels:
             if emulation is None:
                 gang.level(level)
@@ -118,7 +119,6 @@ def run(args: argparse.Namespace) -> Record:
                     outcomes[name] = contest.summary()
                     summary["levels"][level] = worst(outcomes)
                     Record("sync", rows, summary).keep(args.json)
-        summary["emulation"], summary["devices"] = gang.emulator.how, gang.devices
     return Record("sync", rows, summary)
 
 
