@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from omnilearn import cli
 from omnilearn.bench.gang import Gang, GangError
+from omnilearn.bench.load import Load
 from omnilearn.bench.results import render
 from omnilearn.bench.workloads import workload
 from omnilearn.cluster import cgroup
@@ -75,6 +77,60 @@ def test_sync(tmp_path: Path) -> None:
     assert rows["ddp"]["batches"] == "16/16/16/16"
     assert rows["ddp"]["waiting"] > rows["oracle"]["waiting"]
     assert level["speedup_vs_uniform"] > 1.5
+
+
+def test_memory(tmp_path: Path) -> None:
+    read = measured(tmp_path, "memory", "--emulate", "1,2", "--batch", "64", "--room", "0.5", "--rounds", "1")
+    own = read["summary"]["workloads"]["gpt2"]
+    lower, upper = own["gain_over_capping_spread"]
+    assert 0 < lower <= own["gain_over_capping"] <= upper
+    rows = {row["contestant"]: row for row in read["rows"]}
+    shares = {name: [int(size) for size in rows[name]["batches"].split("/")] for name in rows}
+    assert all(sum(split) == 64 for split in shares.values()), "micro-batches are added up"
+    assert shares["capped"][1] <= own["fits"] < shares["enough memory"][1]
+    assert "What memory costs" in render([("memory.json", read)])
+
+
+def test_other_work_on_one_device(tmp_path: Path) -> None:
+    """Shape only: the machine's cores are shared with whoever else is here."""
+    words = ("--emulate", "1,1", "--load", "0", "--model", "even", "--batch", "32", "--steps", "6")
+    read = measured(tmp_path, "dynamic", *words)
+    assert read["summary"]["climb"] == ["free", "loaded", "free"]
+    stages = [(row["contestant"], row["stage"]) for row in read["rows"]]
+    assert [stage for who, stage in stages if who == "optimal"] == ["1: free", "2: loaded", "3: free"]
+    assert {who for who, _ in stages} == {"ddp", "static", "optimal"}
+    assert all(row["step_ms"] > 0 for row in read["rows"])
+    assert "busy with other work" in render([("dynamic.json", read)])
+
+
+CUDA = pytest.param(
+    "cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_load_begins_and_ends_with_its_flag(tmp_path: Path, device: str) -> None:
+    flag = tmp_path / "load"
+    flag.write_bytes(b"\0\0")
+    load = Load(flag, 1, torch.device(device))
+    load.start()
+
+    def moves(wanted: bool) -> bool:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            before = load.rounds
+            time.sleep(0.2)
+            if (load.rounds > before) == wanted:
+                return True
+        return False
+
+    assert load.rounds == 0
+    for flags, wanted in ((b"\0\1", True), (b"\1\0", False), (b"\0\1", True), (b"\0\0", False)):
+        flag.write_bytes(flags)
+        assert moves(wanted)
+    load.over.set()
+    load.join(30)
+    assert not load.is_alive()
 
 
 def test_async(tmp_path: Path) -> None:
@@ -156,6 +212,11 @@ def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture
         (["overhead", "--steps", "2"], "--steps 2 leaves nothing to measure"),
         (["network", "--rates", "fast"], "--rates 'fast' is not understood"),
         (["ablation", "--accuracy", "97"], "--accuracy must lie between 0 and 1"),
+        (["memory", "--room", "2"], "--room must lie between 0 and 1"),
+        (["memory", "--emulate", "1,1", "--worker", "2"], "there are workers 0 to 1"),
+        (["dynamic", "--load", "4"], "there are workers 0 to 3"),
+        (["dynamic", "--emulate", "1,1"], "--emulate here needs --load K"),
+        (["dynamic", "--load", "0", "--levels", "HL1"], "two different journeys"),
     ],
 )
 def test_bad_values_are_told_before_anything_starts(

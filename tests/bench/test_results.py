@@ -41,10 +41,37 @@ def test_the_committed_page_is_made_of_the_committed_records() -> None:
 def test_sync_beside_the_papers() -> None:
     row = {"level": "HL8", "contestant": "optimal", "step_ms": 12.345}
     page = render([("s.json", record("sync", [row], {"levels": {"HL1": contest(1.0), "HL8": contest(4.0)}}))])
-    assert "Less time than uniform: 0% to 75%, 38% on average (the papers: 14–85%, 26% on average)" in page
+    assert "Less time than uniform: 0% to 75%, 38% on average (the papers: 14–85% less time, 26% on average)" in page
     assert "| HL8 | chatty | 4 | 3–5 | 75% | 0.98 | 1.01 | 1.5 | – | 0/0/0/64 |" in page
     assert "| HL8 | optimal | 12.3 |" in page
     assert "`omnilearn bench sync` on 2026-11-15: A CPU, 2 cores" in page
+
+
+@pytest.mark.parametrize(
+    ("level", "devices", "title", "claim"),
+    [
+        ("mps=12,12,8,50", None, "on unequal cards", "4.5 times as fast on two T4 and two P4"),
+        ("gpu_and_cpu.toml", None, "on a card beside a CPU", "4 times as fast for ResNet-50"),
+        ("a.toml", ["cuda", "cuda"], "on unequal cards", "4.5 times as fast on two T4 and two P4"),
+        ("a.toml", ["cuda", "cpu"], "on a card beside a CPU", "4 times as fast for ResNet-50"),
+        ("2,2,1,11", ["cpu", "cpu"], "on another cluster", "on CPU clusters"),
+    ],
+)
+def test_each_cluster_beside_the_claim_for_its_kind(
+    level: str, devices: list[str] | None, title: str, claim: str
+) -> None:
+    summary = {"levels": {level: contest(2.0)}} | ({"devices": devices} if devices else {})
+    page = render([("s.json", record("sync", [{"a": 1}], summary))])
+    assert f"## Synchronous training {title}\n" in page
+    assert "Less time than uniform: 50% (the papers: " in page
+    assert claim in page.split("## ")[1]
+
+
+def test_what_was_interrupted_says_so() -> None:
+    whole = record("sync", [{"a": 1}], {"levels": {"HL8": contest(2.0)}})
+    cut = record("sync", [{"a": 1}], {"levels": {"HL8": contest(2.0)}, "unfinished": True})
+    assert "**Unfinished**" not in render([("s.json", whole)])
+    assert "**Unfinished**" in render([("s.json", cut)])
 
 
 def test_order_does_not_matter(tmp_path: Path) -> None:

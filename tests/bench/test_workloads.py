@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from omnilearn.bench import workloads
 from omnilearn.bench.models import parameters
-from omnilearn.bench.workloads import NAMES, Pool, Workload, digits, images, text, workload
+from omnilearn.bench.names import Size
+from omnilearn.bench.workloads import NAMES, Pool, Workload, digits, expressions, images, text, workload
 from omnilearn.errors import InfeasibleError
 
 
@@ -41,7 +42,7 @@ def losses(work: Workload, samples: int, batch: int, steps: int) -> list[float]:
 
 
 def test_names() -> None:
-    assert NAMES == ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2")
+    assert NAMES == ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2", "trees")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +60,7 @@ def test_forward_and_backward(name: str) -> None:
         assert torch.isfinite(parameter.grad).all()
 
 
-@pytest.mark.parametrize("name", ["heavy", "even", "chatty", "digits", "gpt2"])
+@pytest.mark.parametrize("name", ["heavy", "even", "chatty", "digits", "gpt2", "trees"])
 def test_the_loss_is_a_mean_over_samples(name: str) -> None:
     """What weighting relies on: the loss of a batch is the weighted mean of its parts' losses."""
     work = workload(name)
@@ -78,7 +79,8 @@ def test_full_size(name: str) -> None:
     with torch.device("meta"):
         model = full.model()
         assert parameters(model) > parameters(small.model())
-        out = model(torch.empty(2, *x.shape, dtype=x.dtype))
+        # A tree has to be read; the others take any numbers.
+        out = model(x.expand(2, -1) if name == "trees" else torch.empty(2, *x.shape, dtype=x.dtype))
     assert int(y.max()) < out.shape[-1]
     assert out.shape == ((2, out.shape[-1]) if y.dim() == 0 else (2, *y.shape, out.shape[-1]))
 
@@ -100,6 +102,7 @@ def test_sizes_that_make_the_three_regimes() -> None:
         ("chatty", 32, 20, 0.8),
         ("resnet18", 16, 20, 0.8),
         ("gpt2", 8, 30, 0.85),
+        ("trees", 16, 60, 0.97),
     ],
 )
 def test_the_loss_falls(name: str, batch: int, steps: int, factor: float) -> None:
@@ -156,6 +159,31 @@ def test_next_token_targets_are_the_next_tokens() -> None:
     assert 0 <= int(data.x.min()) <= int(data.x.max()) < 30
     follow = (data.y == (data.x + 1) % 30).float().mean().item()
     assert 0.7 < follow < 0.85
+
+
+def test_expressions_are_labelled_with_their_value() -> None:
+    data = expressions(40, leaves=6)
+    assert len({tuple(x.tolist()) for x, _ in data}) == 40
+    for x, y in data:
+        stack: list[int] = []
+        for token in x.tolist():
+            if token < 10:
+                stack.append(token)
+            else:
+                right, left = stack.pop(), stack.pop()
+                stack.append((left + right, left - right, left * right)[token - 10])
+        assert len(stack) == 1
+        assert stack[0] % 10 == int(y)
+
+
+def test_shorter_sequences() -> None:
+    short = workload("gpt2", Size("full", batch=12, length=256))
+    assert short.dataset(2)[0][0].shape == (256,)
+    assert "256 of 50257 tokens" in short.describe
+    with pytest.raises(InfeasibleError, match="--length is for gpt2"):
+        workload("heavy", Size(length=8))
+    with pytest.raises(InfeasibleError, match="more than the model's context of 64"):
+        workload("gpt2", Size(length=65))
 
 
 def test_pool_by_one_and_by_many() -> None:

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from omnilearn import OmniLearn
-from omnilearn.cluster.resources import Resources
 from omnilearn.data import Sampler
-from omnilearn.pytorch.world import World
 from tests.gang import Gang
 from tests.integration.test_exact import CHANGING, Data, Script
 
@@ -98,19 +96,6 @@ def test_ranks_that_share_a_card_use_gloo(gang: Gang) -> None:
 def backend() -> tuple[str, str]:
     with OmniLearn(8) as omni:
         return omni._world.backend, omni.device.type
-
-
-@pytest.mark.parametrize(
-    ("cards", "expected"),
-    [([("a", "1"), ("a", "2")], "nccl"), ([("a", "1"), ("a", "1")], "gloo"), ([("a", "1"), ("b", "")], "gloo")],
-)
-def test_backend_by_topology(cards: list[tuple[str, str]], expected: str) -> None:
-    world = World.__new__(World)
-    world.size = len(cards)
-    world.resources = tuple(
-        Resources(host, 8, "cuda" if card else "cpu", "card", card, 2**30, 1.0) for host, card in cards
-    )
-    assert world._backend() == expected
 
 
 def _normed(kind: Any) -> torch.nn.Module:

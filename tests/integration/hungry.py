@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,8 @@ import torch
 from torch import nn
 
 from omnilearn import OmniLearn
+from omnilearn.bench.scarcity import Scarcity
 from omnilearn.data import Sampler
-from omnilearn.pytorch.gauge import LIBC, M_MMAP_THRESHOLD, kept
 from tests.integration.test_exact import FEATURES, SIZE, Data, Script
 
 WIDTH = 2**14
@@ -61,37 +59,6 @@ def alone(epochs: int, batch: int, by_token: bool = False) -> list[torch.Tensor]
     return [p.detach().clone() for p in model.parameters()]
 
 
-def occupied() -> int:
-    """Bytes of this process that count against RLIMIT_DATA, less what malloc keeps of what was freed."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")) - kept()
-
-
-class Shortage:
-    """Leaves this process room for so many bytes more; the allocator's error is a real one.
-
-    On a CPU as ``ulimit -d`` does, on a CUDA device by the process's fraction of its memory.
-    """
-
-    def __init__(self) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        LIBC.mallopt(M_MMAP_THRESHOLD, 2**18)  # what is freed goes back to the kernel, and is really not there
-
-    def begin(self, room: int, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + room) / total, device)
-        else:
-            resource.setrlimit(resource.RLIMIT_DATA, (occupied() + room, self._before[1]))
-
-    def end(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)
-        LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
-
-
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
     lines: list[str] = []
@@ -117,7 +84,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Train by ``plans``; rank k runs short at a step, with room for so many bytes: ``short={k: (step, bytes)}``."""
-    shortage, passes = Shortage(), []
+    shortage, passes = Scarcity(), []
     workers = options.pop("num_workers", 0)
     try:
         with log_lines() as lines, OmniLearn(

@@ -92,9 +92,9 @@ def test_scheduler_steps_once_per_global_step(gang: Gang, micro: int | None) -> 
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def scaled(plans: list[list[int]], micro: int | None, amp: bool, first_scale: float) -> Any:
+def scaled(plans: list[list[int]], micro: int | None, amp: bool, first_scale: float, fused: bool = False) -> Any:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=first_scale, growth_interval=3)
     with OmniLearn(12, policy=Script(plans), micro_batch=micro) as omni:
         model, optimizer, scaler = omni.prepare(model, optimizer, scaler)
@@ -125,9 +125,10 @@ def test_grad_scaler(gang: Gang, plans: list[list[int]], micro: int | None) -> N
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_grad_scaler_may_skip_steps_by_itself(gang: Gang) -> None:
-    """A scale that overflows is the scaler's business, no reason to raise."""
-    results = gang.run(2, scaled, CHANGING, None, False, 3.3e38)
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_may_skip_steps_by_itself(gang: Gang, fused: bool) -> None:
+    """A scale that overflows is the scaler's business, no reason to raise; fused optimizers would skip inside."""
+    results = gang.run(2, scaled, CHANGING, None, False, 3.3e38, fused)
     assert results[0][0] == results[1][0] < 3.3e38
     assert equal(results[0][1], results[1][1])
     assert all(torch.isfinite(t).all() for t in results[0][1])

@@ -8,6 +8,7 @@ asynchronous mode, where it is left out in turn: in synchronous mode the global 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ VARIANTS = {
 }
 
 
+Histories = dict[tuple[str, str], dict[int, list[tuple[float, float]]]]
+"""By level and variant, and by seed: (seconds so far, test accuracy) after each epoch."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, ("HL8",))
     parser.add_argument("--accuracy", type=float, default=0.97, help="to be reached on the test digits (default: 0.97)")
@@ -49,26 +54,33 @@ def run(args: argparse.Namespace) -> Record:
         raise InfeasibleError(f"--accuracy must lie between 0 and 1, got {args.accuracy}")
     epochs, seeds = args.epochs or (3 if args.quick else 12), args.seeds or (1 if args.quick else 3)
     workload("digits").dataset(1)  # says now if scikit-learn is missing
-    histories: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
+    histories: Histories = {}
     last: dict[tuple[str, str], str] = {}
     with Progress("ablation", len(args.levels) * seeds * (epochs + 1)) as progress, Gang(4) as gang:
         for level in args.levels:
             gang.level(level)
             for seed in range(seeds):
-                for variant, history, split in train(gang, level, seed, epochs, args.quick, progress):
-                    histories.setdefault((level, variant), []).append(history)
-                    last[level, variant] = show(split)
+                for outcome in train(gang, level, seed, epochs, args.quick, progress):
+                    for variant, history, split in outcome:
+                        histories.setdefault((level, variant), {})[seed] = history
+                        last[level, variant] = show(split)
+                    judge(histories, last, args.accuracy, epochs, seeds).keep(args.json)
+    return judge(histories, last, args.accuracy, epochs, seeds)
+
+
+def judge(histories: Histories, last: dict[tuple[str, str], str], wanted: float, epochs: int, seeds: int) -> Record:
     rows: list[Row] = []
     summary: dict[str, Any] = {
-        "accuracy": args.accuracy,
+        "accuracy": wanted,
         "epochs": epochs,
         "seeds": seeds,
         "variants": VARIANTS,
         "levels": {},
     }
     summary["left_out"] = "LR scaling in synchronous mode, where the global batch is constant and nothing is scaled"
-    for (level, variant), runs in histories.items():
-        times = [next((time for time, accuracy in run if accuracy >= args.accuracy), None) for run in runs]
+    for (level, variant), by_seed in histories.items():
+        runs = list(by_seed.values())
+        times = [next((time for time, accuracy in run if accuracy >= wanted), None) for run in runs]
         known = [time for time in times if time is not None]
         reached = median_and_spread(known)["median"] if len(known) == len(times) else None
         row: Row = {
@@ -89,8 +101,8 @@ def run(args: argparse.Namespace) -> Record:
 
 def train(
     gang: Gang, level: str, seed: int, epochs: int, quick: bool, progress: Progress
-) -> list[tuple[str, list[tuple[float, float]], Batches]]:
-    """Every variant's (seconds so far, test accuracy) after each epoch, and the split it ended with."""
+) -> Iterator[list[tuple[str, list[tuple[float, float]], Batches]]]:
+    """After every epoch, every variant's (seconds so far, test accuracy) after each, and the split it ended with."""
     batch = workload("digits").global_batch
     everybody = tuple(range(gang.size))
     witness = int(np.argmax(gang.shares))  # never parked first, and quick to evaluate
@@ -131,4 +143,4 @@ def train(
                 accuracy = gang.all("accuracy", variant, witness)[witness]
                 histories[variant].append((spent, accuracy))
             progress.done(f"{level} seed {seed}: epoch {epoch + 1} of {epochs}")
-    return [(variant, histories[variant], ended[variant]) for variant in VARIANTS]
+            yield [(variant, histories[variant], ended[variant]) for variant in VARIANTS]

@@ -47,11 +47,16 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("small", "full"), default="small", help="of the models (default: small)")
     parser.add_argument("--batch", type=positive, help="global batch (default: the workload's own)")
     parser.add_argument("--image", type=positive, help=f"image side, for {', '.join(ANY_IMAGE)}")
+    parser.add_argument("--length", type=positive, help="tokens of a sequence, for gpt2")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
 
 
+def add_compress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compress", action="store_true", help="also OmniLearn with gradients sent in bfloat16")
+
+
 def size_of(args: argparse.Namespace) -> Size:
-    return Size(args.size, args.batch, args.image, args.bf16)
+    return Size(args.size, args.batch, args.image, args.bf16, args.length)
 
 
 def add_framework(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "sync": ("omnilearn.bench.sync", "how much faster than uniform DDP, how near the best fixed split?"),
     "async": ("omnilearn.bench.asynchronous", "what does dynamic batching change where nobody waits?"),
     "dynamic": ("omnilearn.bench.dynamic", "how soon does it follow a cluster that changes?"),
+    "memory": ("omnilearn.bench.memory", "what are micro-batches worth where a share does not fit into memory?"),
     "network": ("omnilearn.bench.network", "what do slow links between the workers change?"),
     "ablation": ("omnilearn.bench.ablation", "what is each part worth, in time to an accuracy?"),
 }

@@ -22,6 +22,8 @@ from omnilearn.bench.workloads import Pool, Workload
 from omnilearn.control import Policy
 from omnilearn.pytorch import OmniLearn
 from omnilearn.pytorch.clock import Clock
+from omnilearn.pytorch.gauge import gauge_of
+from omnilearn.pytorch.memory import is_out_of_memory
 
 TIMEOUT = 120.0
 """Seconds after which a peer that does not answer ends the benchmark."""
@@ -181,11 +183,24 @@ class Omni:
             watch.reduced(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            block.ends[step], block.samples[step] = watch.now(), len(y)
+            block.ends[step], block.samples[step] = watch.now(), block.samples.get(step, 0) + len(y)
         return _finish(self._job, block, loss)
 
     def close(self) -> None:
         self.omni.close()
+
+
+class StepOmni(Omni):
+    """OmniLearn by ``omni.step``, which survives running out of memory."""
+
+    def block(self) -> Block:
+        block, loss = Block(), None
+        watch = _Watch(self._job, block)
+        for batch in self.loader:
+            step = self.loader.sampler.step
+            loss = self.omni.step(lambda part: self._job.workload.loss(self.model, *part), batch)
+            block.ends[step], block.samples[step] = watch.now(), block.samples.get(step, 0) + len(batch[1])
+        return _finish(self._job, block, loss)
 
 
 class AsyncOmni(Omni):
@@ -224,6 +239,44 @@ def _progress() -> Callable[[int], None]:
 
 def _write(file: int, step: int) -> None:
     os.pwrite(file, step.to_bytes(8, "little"), 0)
+
+
+def pass_needs(job: Job, size: int) -> int:
+    """Bytes that forward and backward pass over so many samples take at their peak, beside what was in use."""
+    gauge = gauge_of(job.device)
+    model, _ = job.start()
+    taken = 0
+    for _ in range(2):  # in the first one libraries take something for themselves
+        model.zero_grad()
+        gauge.reset()
+        before = gauge.used()
+        _pass(job, model, size)
+        taken = gauge.peak() - before
+    return taken
+
+
+def largest_pass(job: Job, most: int, least: int) -> int:
+    """The largest batch up to ``most`` that really runs within this worker's memory (0: not even the least)."""
+    model, _ = job.start()
+    fits, too_much = 0, most + 1
+    while too_much - max(fits, least - 1) > 1:
+        size = least if not fits else (fits + too_much) // 2
+        try:
+            _pass(job, model, size)
+            fits = size
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            too_much = size
+        model.zero_grad()
+        gauge_of(job.device).release()
+    return fits
+
+
+def _pass(job: Job, model: Any, size: int) -> None:
+    at = torch.arange(size) % len(job.pool.x)
+    x, y = job.to_device((job.pool.x[at], job.pool.y[at]))
+    job.workload.loss(model, x, y).backward()
 
 
 def local_steps(job: Job, sizes: list[int], repeats: int, seconds: float) -> Iterator[tuple[int, float]]:

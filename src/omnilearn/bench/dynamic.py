@@ -3,6 +3,9 @@
 Workers have one thread and at most one core. The oracle of every level is searched beforehand and timed again beside
 the journeys. Each contestant makes the whole journey, in turn, several times; how long it takes to be near the new
 level's oracle is counted in steps.
+
+With ``--load K`` the journey is another one: of any cluster, in which worker K's device is busy with something else
+for a while (``load.py``). Shares of a card (MPS) cannot change while workers run.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_models, names, positive, size_of
+from omnilearn.bench.arguments import add_cluster, add_models, names, positive, size_of
 from omnilearn.bench.gang import Batches, Gang, Trace
 from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, show
@@ -24,10 +27,12 @@ from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.bench.sync import steps_to
 from omnilearn.bench.workloads import workload
-from omnilearn.cluster.emulation import LEVELS, level
+from omnilearn.cluster.emulation import LEVELS, level, parse
 from omnilearn.cluster.resources import cores
+from omnilearn.errors import InfeasibleError, UsageError
 
-CLIMB = ("HL1", "HL2", "HL4", "HL8", "HL4", "HL2", "HL1")
+CLIMB: tuple[str, ...] = ("HL1", "HL2", "HL4", "HL8", "HL4", "HL2", "HL1")
+FREE, LOADED = "free", "loaded"
 CONTESTANTS = ("ddp", "static", "proportional", "optimal")
 GOAL = 10
 LOOK = 0.003
@@ -41,38 +46,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(names(spelled)(word)[0] for word in text.split(",")),
         help=f"the levels in turn (default: {','.join(CLIMB)}; quick: HL1,HL8)",
     )
+    add_cluster(parser, "another cluster than four equal workers, with --load")
+    parser.add_argument(
+        "--load",
+        type=int,
+        metavar="K",
+        help="instead of levels: worker K's device is free, loaded with other work, free",
+    )
     add_models(parser, ("heavy",))
     parser.add_argument("--steps", type=positive, help="steps at each level (default: 30, quick: 14)")
     parser.add_argument("--rounds", type=positive, help="journeys of each contestant (default: 3, quick: 1)")
 
 
 def run(args: argparse.Namespace) -> Record:
-    climb = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
+    emulation = parse(args.emulate, None, cores()) if args.emulate else None
+    _check(args, 4 if emulation is None else emulation.nproc)
+    climb: tuple[str, ...] = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
+    if args.load is not None:
+        climb = (FREE, LOADED, FREE)
     steps, rounds = args.steps or (14 if args.quick else 30), args.rounds or (1 if args.quick else 3)
-    contestants = ("ddp", "optimal") if args.quick else CONTESTANTS
-    outcomes: dict[str, dict[str, Any]] = {}
+    contestants: tuple[str, ...] = CONTESTANTS
+    if args.quick:
+        contestants = ("ddp", "optimal") if args.load is None else ("ddp", "static", "optimal")
     rows: dict[str, list[Row]] = {}
-
-    def record() -> Record:
-        first = outcomes[args.model[0]]
-        summary = {
-            "climb": climb,
-            "steps": steps,
-            "goal": GOAL,
-            "steps_to_90": first["steps_to_90"],
-            "speedup_vs_uniform": first["speedup_vs_uniform"],
-            "workloads": outcomes,
-        }
-        return Record("dynamic", [row for measured in rows.values() for row in measured], summary)
-
+    outcomes: dict[str, Any] = {}
     total = len(args.model) * (3 * len(set(climb)) + rounds * len(contestants))
-    with Progress("dynamic", total) as progress, Gang(4) as gang:
-        gang.threads([1] * gang.size)
+    with Progress("dynamic", total) as progress, Gang(4, emulation=emulation) as gang:
+        if emulation is None:
+            gang.threads([1] * gang.size)
+
+        def turn(word: str) -> None:
+            if args.load is None:
+                gang.cpu(one_core(word))
+            else:
+                gang.load(args.load if word == LOADED else None)
+
+        def record() -> Record:
+            first = outcomes[args.model[0]]
+            summary = {
+                "climb": climb,
+                "load": args.load,
+                "steps": steps,
+                "goal": GOAL,
+                "steps_to_90": first["steps_to_90"],
+                "speedup_vs_uniform": first["speedup_vs_uniform"],
+                "workloads": outcomes,
+                "emulation": gang.emulator.how,
+            }
+            return Record("dynamic", [row for own in rows.values() for row in own], summary)
+
         for name in args.model:
-            for outcome in journeys(gang, name, size_of(args), climb, steps, rounds, contestants, args.quick, progress):
-                outcomes[name], rows[name] = outcome
+            journeys = journey(gang, name, size_of(args), climb, turn, steps, rounds, contestants, args.quick, progress)
+            for outcomes[name], rows[name] in journeys:
                 record().keep(args.json)
-    return record()
+        return record()
+
+
+def _check(args: argparse.Namespace, size: int) -> None:
+    if args.load is None and args.emulate:
+        raise UsageError("--emulate here needs --load K: levels are of four equal workers")
+    if args.load is not None and args.levels:
+        raise UsageError("--load and --levels are two different journeys: give one of them")
+    if args.load is not None and not 0 <= args.load < size:
+        raise InfeasibleError(f"--load {args.load}: there are workers 0 to {size - 1}")
 
 
 def one_core(name: str) -> tuple[float, ...]:
@@ -82,26 +118,26 @@ def one_core(name: str) -> tuple[float, ...]:
     return tuple(share / max(most, 1.0) for share in shares)
 
 
-def journeys(
+def journey(
     gang: Gang,
     name: str,
     size: Size,
     climb: tuple[str, ...],
+    turn: Callable[[str], None],
     steps: int,
     rounds: int,
     contestants: tuple[str, ...],
     quick: bool,
     progress: Progress,
 ) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """Every contestant once through all levels, round by round; after each, what is known so far."""
+    """The outcome so far, after every round. ``turn`` makes the cluster what a word of the climb says."""
     batch = workload(name, size).global_batch
-    shares = {word: one_core(word) for word in climb}
     best: dict[str, list[float]] = {word: [] for word in climb}
     splits: dict[str, Batches] = {}
     with gang.session(name, size) as least:
         gang.all("open_plain", SPLITS, {})
         for word in dict.fromkeys(climb):
-            gang.cpu(shares[word])
+            turn(word)
 
             def say(text: str, at: str = word) -> None:
                 progress.done(f"{name} {at}: {text}")
@@ -109,22 +145,22 @@ def journeys(
             found = oracle.search(gang, batch, least, quick=quick, say=say)
             splits[word] = found.fastest(1)[0]
         traces: dict[str, list[tuple[Trace, list[int]]]] = {contestant: [] for contestant in contestants}
-        for turn in range(rounds):
+        for around in range(rounds):
             # The shortest of many short measurements is too good to be true: again, beside the journeys.
             for word, split in splits.items():
-                gang.cpu(shares[word])
+                turn(word)
                 again = gang.block(SPLITS, oracle.WARM_UP + 4, split).after(oracle.WARM_UP)
                 best[word] += again.seconds.tolist()
-            for contestant in contestants if turn % 2 else contestants[::-1]:
-                gang.cpu(shares[climb[0]])
-                traces[contestant].append(_travel(gang, contestant, climb, shares, steps, batch))
-                progress.done(f"{name}: {contestant}, journey {turn + 1} of {rounds}")
+            for contestant in contestants if around % 2 else contestants[::-1]:
+                turn(climb[0])
+                traces[contestant].append(_travel(gang, contestant, climb, turn, steps, batch))
+                progress.done(f"{name}: {contestant}, journey {around + 1} of {rounds}")
             typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
             yield _judge(name, climb, traces, typical, splits)
 
 
 def _travel(
-    gang: Gang, contestant: str, climb: tuple[str, ...], shares: dict[str, tuple[float, ...]], steps: int, batch: int
+    gang: Gang, contestant: str, climb: tuple[str, ...], turn: Callable[[str], None], steps: int, batch: int
 ) -> tuple[Trace, list[int]]:
     """One contestant through all levels. Also the steps at which the level really changed."""
     total = steps * len(climb)
@@ -137,7 +173,7 @@ def _travel(
                 while gang.step < stage * steps:
                     if over.wait(LOOK):
                         return
-                gang.cpu(shares[climb[stage]])
+                turn(climb[stage])
                 changed.append(gang.step)
         except Exception as error:
             problems.append(error)
@@ -173,11 +209,13 @@ def _judge(
     for contestant, runs in traces.items():
         for stage, word in enumerate(climb):
             soon, late, last = [], [], ""
+            spent: list[float] = []
             for trace, changed in runs:
                 begin = changed[stage]
                 end = changed[stage + 1] if stage + 1 < len(changed) else len(trace.seconds)
                 soon.append(steps_to(trace.seconds[begin:end], best[word]))
-                late.append(best[word] / float(np.median(trace.seconds[(begin + end) // 2 : end])))
+                spent.append(float(np.median(trace.seconds[(begin + end) // 2 : end])))
+                late.append(best[word] / spent[-1])
                 last = show(trace.batches[end - 1])
             known = [value for value in soon if value is not None]
             # A journey on which it was never reached counts as the longest.
@@ -190,6 +228,7 @@ def _judge(
                     "stage": f"{stage + 1}: {word}",
                     "steps_to_90": typical,
                     "reached": f"{len(known)} of {len(soon)}",
+                    "step_ms": 1e3 * float(np.median(spent)),
                     "fraction_of_oracle": float(np.median(late)),
                     "batches": last,
                     "oracle_ms": 1e3 * best[word],

@@ -264,6 +264,14 @@ class Gang:
         self.shares = self.nominal = tuple(shares)
         self.emulator.change(cpu=list(shares))
 
+    def load(self, worker: int | None) -> None:
+        """From now on another job keeps one worker's device busy, also in the middle of a block; None: nobody's."""
+        path = self._logs / "load"
+        first = not path.exists()
+        path.write_bytes(bytes(rank == worker for rank in range(self.size)))
+        if first:
+            self.all("share_device", str(path), doing="other work to begin")
+
     def threads(self, counts: Sequence[int]) -> None:
         self.all("threads", list(counts), doing="setting the number of threads")
 

@@ -9,14 +9,27 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from omnilearn.bench.block import Block
-from omnilearn.bench.contestants import TIMEOUT, AsyncOmni, Job, Omni, Plain, local_steps
+from omnilearn.bench.contestants import (
+    TIMEOUT,
+    AsyncOmni,
+    Job,
+    Omni,
+    Plain,
+    StepOmni,
+    largest_pass,
+    local_steps,
+    pass_needs,
+)
+from omnilearn.bench.load import Load
 from omnilearn.bench.names import Size
+from omnilearn.bench.scarcity import Scarcity
 from omnilearn.bench.service import named_policy, serve
 from omnilearn.bench.workloads import Pool, digits, workload
 from omnilearn.cluster.resources import cores
@@ -33,6 +46,7 @@ class Member:
         self.device = torch.device("cpu")
         self.job: Job | None = None
         self.contestants: dict[str, Any] = {}
+        self.scarcity: Scarcity | None = None
 
     def ready(self, devices: list[str]) -> dict[str, Any]:
         """The first request: everything is imported when it is answered."""
@@ -44,6 +58,10 @@ class Member:
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)
         return {"cores": cores(), "pid": os.getpid()}
+
+    def share_device(self, path: str) -> None:
+        """From now on other work is done on this worker's device whenever the file says so."""
+        Load(Path(path), self.rank, self.device).start()
 
     def threads(self, counts: list[int]) -> None:
         torch.set_num_threads(counts[self.rank])
@@ -90,6 +108,25 @@ class Member:
 
     def open_async(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
         self.contestants[name] = AsyncOmni(self._job, steps, named_policy(policy), **options)
+
+    def open_step(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
+        self.contestants[name] = StepOmni(self._job, steps, named_policy(policy), **options)
+
+    def need(self, rank: int, size: int) -> int | None:
+        return pass_needs(self._job, size) if rank == self.rank else None
+
+    def largest(self, rank: int, most: int, least: int) -> int | None:
+        return largest_pass(self._job, most, least) if rank == self.rank else None
+
+    def scarce(self, rank: int, room: int | None) -> None:
+        """Leave worker ``rank`` room for so many bytes more than it uses now; None: as much as there is."""
+        if rank != self.rank:
+            return
+        gc.collect()
+        self.scarcity = self.scarcity or Scarcity()
+        self.scarcity.lift()
+        if room is not None:
+            self.scarcity.begin(room, self.device)
 
     def close(self, name: str) -> None:
         contestant = self.contestants.pop(name)

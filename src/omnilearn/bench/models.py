@@ -1,4 +1,4 @@
-"""The models the benchmarks train, in plain torch: the papers' five as published, and three small ones.
+"""The models the benchmarks train, in plain torch: the papers' five as published, and four small ones.
 
 At their default sizes the five have the published architectures and parameter counts (VGG without batch norm,
 AlexNet of "One weird trick", GPT-2 small with a tied head). ``width`` scales the channels, ``small_images``
@@ -323,6 +323,34 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class TreeNet(nn.Module):
+    """A recursive network over expressions in postfix notation, tokens ``[n, length]``: 0–9 push, 10–12 join two.
+
+    Every sample has a tree of its own, so that nothing can be computed for several at once: hundreds of tiny
+    operations per sample, whose launching takes as long on a large card as computing them does on a CPU.
+    """
+
+    def __init__(self, *, classes: int = 10, width: int = 128) -> None:
+        super().__init__()
+        self.leaves = nn.Embedding(10, width)
+        self.joins = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(3))
+        self.classifier = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        leaves = self.leaves.weight.unbind()
+        roots = []
+        for expression in tokens.tolist():
+            stack: list[Tensor] = []
+            for token in expression:
+                if token < 10:
+                    stack.append(leaves[token])
+                else:
+                    right, left = stack.pop(), stack.pop()
+                    stack.append(torch.tanh(self.joins[token - 10](torch.cat((left, right)))))
+            roots.append(stack[0])
+        return self.classifier(torch.stack(roots))
 
 
 def parameters(model: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2")
+NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2", "trees")
 TF_NAMES = ("heavy", "even", "chatty", "digits")
 ANY_IMAGE = ("resnet18", "resnet50")
 
@@ -17,3 +17,4 @@ class Size:
     batch: int | None = None
     image: int | None = None
     bf16: bool = False
+    length: int | None = None

@@ -6,13 +6,14 @@ Every worker has a network of its own with a limited rate in each direction. Sam
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from omnilearn.bench.arguments import add_levels, add_models, positive, size_of
+from omnilearn.bench.arguments import add_compress, add_levels, add_models, positive, size_of
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row
-from omnilearn.bench.sync import Contest, Effort, pieces, worst
+from omnilearn.bench.sync import BF16, Contest, Effort, pieces, worst
 from omnilearn.cluster import units
 
 RATES = ("1Gbit", "100Mbit", "20Mbit")
@@ -22,6 +23,7 @@ GOAL = {"vs_best_subset": 0.97}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, ("HL2",))
     add_models(parser, ("heavy", "chatty"))
+    add_compress(parser)
     parser.add_argument("--rates", help=f"of every worker's link (default: {','.join(RATES)}; quick: 100Mbit)")
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 4, quick: 2)")
 
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> Record:
         policies=("static", "optimal"),
         quick_search=True,
     )
+    if args.compress:
+        how = replace(how, policies=(*how.policies, BF16))
     rows: list[Row] = []
     summary: dict[str, Any] = {"goal": GOAL, "links": {}}
     links = [next(iter(rates.values()))] * 4
@@ -55,10 +59,12 @@ def run(args: argparse.Namespace) -> Record:
                 outcomes = {}
                 for name in args.model:
                     contest = Contest(gang, f"{level} {word}", name, size_of(args), how, progress)
-                    rows += contest.run()
-                    outcomes[name] = contest.summary()
-                    summary["links"][f"{level} {word}"] = worst(outcomes)
-                    Record("network", rows, summary).keep(args.json)
+                    before = list(rows)
+                    for measured in contest.run():
+                        rows = before + measured
+                        outcomes[name] = contest.summary()
+                        summary["links"][f"{level} {word}"] = worst(outcomes)
+                        Record("network", rows, summary).keep(args.json)
         summary["emulation"] = gang.emulator.how
     summary["latency"] = "left out: rates only" if "netem" in summary["emulation"] else "not limited"
     found = [link["vs_best_subset"] for link in summary["links"].values()]

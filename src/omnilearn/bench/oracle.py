@@ -2,7 +2,7 @@
 
 Every worker's line is timed beforehand, all workers computing side by side so that they contend as in training. The
 solver's split over every set of workers is then tried for real, with its neighbours; sets that the lines predict to be
-far slower than the best are left out. All of it runs on plain DDP, without OmniLearn.
+far slower than the best are left out, but for the fastest worker alone. All of it runs on plain DDP, without OmniLearn.
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ def search(gang: Gang, batch: int, least: int, *, quick: bool = False, say: Call
     splits = [split for workers in _sets(gang.size, order) if (split := over(curve, batch, least, workers)) is not None]
     predicted = {split: curve.time(split) for split in splits}
     bound = HOPELESS * min([*predicted.values(), *(found.seconds(split) for split in found.tried)])
-    promising = sorted((split for split in splits if predicted[split] <= bound), key=predicted.__getitem__)
+    alone = min((split for split in splits if active(split) == 1), key=predicted.__getitem__, default=None)
+    promising = sorted((s for s in splits if predicted[s] <= bound or s == alone), key=predicted.__getitem__)
     found.left_out = len(splits) - len(promising)
-    for split in promising[:4] if quick else promising:
-        if split not in found.tried:
+    for split in [*promising[:4], alone] if quick else promising:
+        if split is not None and split not in found.tried:
             try_out(split)
     say(f"{len(promising)} sets of workers tried, {found.left_out} predicted to be {HOPELESS:g} times slower left out")
 

@@ -11,6 +11,7 @@ of whole blocks.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,36 +69,42 @@ def run(args: argparse.Namespace) -> Record:
     goal = GOALS[args.framework]
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     device = "cuda" if emulation and emulation.uses("mps") else args.device
-    rows: list[Row] = []
+    rows: dict[str, list[Row]] = {}
     models: dict[str, Any] = {}
     with (
         Progress("overhead", len(args.model) * (blocks + 1)) as progress,
         Gang(args.nproc, limited=False, device=args.device, emulation=emulation, framework=args.framework) as gang,
     ):
         gang.threads([max(1, int(cores()) // gang.size)] * gang.size)
+
+        def record() -> Record:
+            first = models[args.model[0]]
+            summary = {
+                "model": args.model[0],
+                "nproc": gang.size,
+                "emulate": args.emulate,
+                "device": device,
+                "blocks": blocks,
+                "steps": steps,
+                "ratio": first["ratio"],
+                "ratio_spread": first["ratio_spread"],
+                "goal": goal,
+                "framework": args.framework,
+                "models": models,
+            }
+            return Record("overhead", [row for own in rows.values() for row in own], summary)
+
         for name in args.model:
-            models[name], measured = compare(gang, name, size_of(args), blocks, steps, device, progress)
-            rows += measured
-    first = models[args.model[0]]
-    summary = {
-        "model": args.model[0],
-        "nproc": gang.size,
-        "emulate": args.emulate,
-        "device": device,
-        "blocks": blocks,
-        "steps": steps,
-        "ratio": first["ratio"],
-        "ratio_spread": first["ratio_spread"],
-        "goal": goal,
-        "framework": args.framework,
-        "models": models,
-    }
-    return Record("overhead", rows, summary)
+            for outcome, measured in compare(gang, name, size_of(args), blocks, steps, device, progress):
+                models[name], rows[name] = outcome, measured
+                record().keep(args.json)
+    return record()
 
 
 def compare(
     gang: Gang, name: str, size: Size, blocks: int, steps: int, device: str, progress: Progress
-) -> tuple[dict[str, Any], list[Row]]:
+) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """The outcome so far, after every turn."""
     batch = gang.workload(name, size).global_batch
     least = np.ones(gang.size, dtype=np.int64)
     split = tuple(int(b) for b in apportion(np.ones(gang.size), batch, least, np.full(gang.size, batch)))
@@ -118,7 +125,7 @@ def compare(
             for contestant in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
                 traces[contestant].append(block(contestant))
             progress.done(f"{name}: block {turn + 1} of {blocks}")
-    return judge(name, traces, device)
+            yield judge(name, traces, device)
 
 
 def judge(name: str, traces: dict[str, list[Trace]], device: str) -> tuple[dict[str, Any], list[Row]]:

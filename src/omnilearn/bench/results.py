@@ -40,17 +40,39 @@ def render(records: Iterable[tuple[str, Data]]) -> str:
         if record["bench"] not in SECTIONS:
             raise UsageError(f"{name}: unknown benchmark {record['bench']!r}: there are {', '.join(SECTIONS)}")
         title, section = SECTIONS[record["bench"]]
+        if record["bench"] == "sync":
+            title = f"Synchronous training {CLUSTERS[_cluster(record)][0]}"
         parts += [f"## {title}\n", _origin(name, record), *section(record)]
     return "\n".join(parts)
+
+
+CLUSTERS = {
+    "levels": ("at the papers' levels", "14–85% less time, 26% on average"),
+    "cards": ("on unequal cards", "4.5 times as fast on two T4 and two P4"),
+    "mixed": ("on a card beside a CPU", "4 times as fast for ResNet-50"),
+    "other": ("on another cluster", "14–85% less time on CPU clusters, 26% on average"),
+}
+"""What a cluster is, in words, and what the papers claim for such a one."""
+
+
+def _cluster(record: Data) -> str:
+    """Of what kind a record's workers are. Early records do not name their devices, only their cluster."""
+    summary = record["summary"]
+    name = next(iter(summary["levels"]))
+    devices = set(summary.get("devices") or (["cuda"] if "mps=" in name else ["cuda", "cpu"] if "gpu" in name else []))
+    if "cuda" in devices:
+        return "mixed" if "cpu" in devices else "cards"
+    return "levels" if name.startswith("HL") else "other"
 
 
 def _origin(name: str, record: Data) -> str:
     here = record["machine"]
     gpu = f", {', '.join(here['gpu'])}" if here["gpu"] else ""
     torch = f", torch {here['torch']}" if here["torch"] else ""
+    cut = " **Unfinished**: what there was when it was interrupted." if record["summary"].get("unfinished") else ""
     return (
         f"`{record['command']}` on {record['date'][:10]}: {here['cpu']}, {here['cores']} cores{gpu}, "
-        f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).\n"
+        f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).{cut}\n"
     )
 
 
@@ -102,7 +124,8 @@ def _contest(levels: Data, claim: str = "") -> list[str]:
     columns = ["level", "workload", "times faster than uniform", "quartiles", "less time", "of the oracle",
                "of the best subset", "of the best single worker", "steps to 0.9", "oracle's split"]  # fmt: skip
     least, most, mean = _percent(min(saved)), _percent(max(saved)), _percent(sum(saved) / len(saved))
-    return [table(columns, rows), f"Less time than uniform: {least} to {most}, {mean} on average{claim}.\n"]
+    text = f"{least} to {most}, {mean} on average" if len(saved) > 1 else mean
+    return [table(columns, rows), f"Less time than uniform: {text}{claim}.\n"]
 
 
 def _others(levels: Data) -> list[str]:
@@ -121,7 +144,8 @@ def _others(levels: Data) -> list[str]:
 
 def _sync(record: Data) -> list[str]:
     levels = record["summary"]["levels"]
-    return [*_contest(levels, " (the papers: 14–85%, 26% on average)"), *_others(levels), *_measured(record)]
+    claim = CLUSTERS[_cluster(record)][1]
+    return [*_contest(levels, f" (the papers: {claim})"), *_others(levels), *_measured(record)]
 
 
 def _network(record: Data) -> list[str]:
@@ -137,13 +161,32 @@ def _dynamic(record: Data) -> list[str]:
             [who, total["median"], _spread([total["lower"], total["upper"]]), total["median"] / totals["ddp"]["median"]]
             for who, total in totals.items()
         ]
+        load = record["summary"].get("load")
+        busy = "" if load is None else f" (worker {load}'s device busy with other work)"
         parts += [
-            f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}. "
+            f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}{busy}. "
             f"Most steps after a change until 0.9 of the new oracle: {cell(own['steps_to_90'])} "
             f"(goal: {record['summary']['goal']}).\n",
             table(["contestant", "seconds", "quartiles", "of uniform's time"], rows),
         ]
     return parts + _measured(record)
+
+
+def _memory(record: Data) -> list[str]:
+    summary = record["summary"]
+    columns = ["workload", "its share needs, MB", "it has, MB", "samples that fit", "times faster than capping",
+               "quartiles", "of the speed with enough memory", "shares: enough, capped, micro-batches"]  # fmt: skip
+    rows = [
+        [name, own["need_mb"], own["room_mb"], own["fits"], own["gain_over_capping"],
+         _spread(own["gain_over_capping_spread"]), own["of_enough_memory"], ", ".join(own["shares"].values())]
+        for name, own in summary["workloads"].items()
+    ]  # fmt: skip
+    return [
+        f"Worker {summary['worker']} of {summary['emulate']} has memory for a part of its share. *Capping* its batch "
+        f"gives the rest to the others; OmniLearn computes its share in micro-batches.\n",
+        table(columns, rows),
+        *_measured(record),
+    ]
 
 
 def _async(record: Data) -> list[str]:
@@ -230,9 +273,10 @@ def _events(record: Data) -> list[str]:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
-    "sync": ("Synchronous training at the papers' levels", _sync),
+    "sync": ("Synchronous training", _sync),
     "async": ("Asynchronous training", _async),
     "dynamic": ("A cluster that changes", _dynamic),
+    "memory": ("What memory costs", _memory),
     "network": ("Slow links", _network),
     "overhead": ("Cost on equal machines", _overhead),
     "events": ("What events cost", _events),

@@ -8,7 +8,7 @@ down for a while slows all of them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from omnilearn.bench import oracle
 from omnilearn.bench.arguments import (
     add_cluster,
+    add_compress,
     add_framework,
     add_levels,
     add_models,
@@ -34,6 +35,8 @@ from omnilearn.cluster.resources import cores
 
 LEVELS = ("HL1", "HL2", "HL4", "HL8")
 POLICIES = ("static", "proportional", "prototype", "optimal")
+BF16 = "optimal, compressed"
+"""With gradients sent in bfloat16; only where it is asked for."""
 FIXED = ("static",)
 """Policies with nothing to learn."""
 NEAR = 0.9
@@ -83,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, LEVELS)
     add_cluster(parser, "another cluster instead of the levels")
     add_models(parser, ("heavy", "even", "chatty"))
+    add_compress(parser)
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
     add_framework(parser)
 
@@ -90,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Record:
     check_framework(args)
     how = effort(args.quick)
+    if args.compress:
+        how = replace(how, policies=(*how.policies, BF16))
     if args.rounds:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []
@@ -100,17 +106,19 @@ def run(args: argparse.Namespace) -> Record:
         Progress("sync", len(levels) * len(args.model) * pieces(how)) as progress,
         Gang(emulation=emulation, framework=args.framework) as gang,
     ):
+        summary["emulation"], summary["devices"] = gang.emulator.how, gang.devices
         for level in levels:
             if emulation is None:
                 gang.level(level)
             outcomes = {}
             for name in args.model:
                 contest = Contest(gang, level, name, size_of(args), how, progress)
-                rows += contest.run()
-                outcomes[name] = contest.summary()
-                summary["levels"][level] = worst(outcomes)
-                Record("sync", rows, summary).keep(args.json)
-        summary["emulation"] = gang.emulator.how
+                before = list(rows)
+                for measured in contest.run():
+                    rows = before + measured
+                    outcomes[name] = contest.summary()
+                    summary["levels"][level] = worst(outcomes)
+                    Record("sync", rows, summary).keep(args.json)
     return Record("sync", rows, summary)
 
 
@@ -147,15 +155,17 @@ class Contest:
     search: Search | None = None
     plans: list[tuple[int, Batches, str]] = field(default_factory=list)
 
-    def run(self) -> list[Row]:
+    def run(self) -> Iterator[list[Row]]:
+        """The rows so far, after every round and at the end."""
         gang, how = self.gang, self.how
         batch = self.gang.workload(self.name, self.size).global_batch
         with gang.session(self.name, self.size) as least:
             gang.all("open_plain", SPLITS, {})
             self.search = oracle.search(gang, batch, least, quick=how.quick_search, say=self._done)
             for policy in how.policies:
-                kind = f"proportional every {how.epoch}" if policy == "prototype" else policy
-                gang.all("open_omni", policy, how.block, kind, {}, doing=f"setting up {policy}")
+                kind = {"prototype": f"proportional every {how.epoch}", BF16: "optimal"}.get(policy, policy)
+                options = {"compress": "bf16"} if policy == BF16 else {}
+                gang.all("open_omni", policy, how.block, kind, options, doing=f"setting up {policy}")
             for policy in (policy for policy in how.policies if policy not in FIXED):
                 for _ in range(-(-how.learn // how.block)):
                     last = gang.block(policy)
@@ -168,6 +178,7 @@ class Contest:
                 for contestant in contestants if turn % 2 else contestants[::-1]:
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
                 self._done(f"round {turn + 1} of {how.rounds}")
+                yield self._rows()
             self.plans = gang.all("reasons", "optimal")[0]
             for start in range(how.starts):
                 name = f"start {start}"
@@ -176,7 +187,7 @@ class Contest:
                 gang.all("close", name)
             if how.starts:
                 self._done("starts from uniform")
-        return self._rows()
+        yield self._rows()
 
     def _done(self, text: str) -> None:
         self.progress.done(f"{self.level} {self.name}: {text}")

@@ -2,7 +2,8 @@
 
 Data lie in memory and cost next to nothing to index, so that a benchmark times training and not loading. They
 are the same in every process and can be learned, so that a falling loss means something. *heavy*, *even* and
-*chatty* are the three regimes of balancing; *digits* is real data; the others are the papers' models. Where
+*chatty* are the three regimes of balancing; *digits* is real data, *trees* suits CPUs as
+well as cards; the others are the papers' models. Where
 they run is left to the benchmarks; first weights come from torch's random state, which the caller seeds.
 """
 
@@ -70,6 +71,15 @@ def _changed(what: Workload, size: Size) -> Workload:
         shape = (channels, size.image, size.image)
         what = replace(what, dataset=partial(images, **{**what.dataset.keywords, "shape": shape}))
         said = re.sub(r"\d+×\d+×\d+", "×".join(map(str, shape)), said)
+    if size.length is not None:
+        if what.name != "gpt2":
+            raise InfeasibleError(f"{what.name} has no sequence length to choose: --length is for gpt2")
+        assert isinstance(what.dataset, partial)
+        longest = what.dataset.keywords["context"]
+        if size.length > longest:
+            raise InfeasibleError(f"--length {size.length} is more than the model's context of {longest}")
+        what = replace(what, dataset=partial(text, **{**what.dataset.keywords, "context": size.length}))
+        said = said.replace(f", {longest} of", f", {size.length} of")
     if size.bf16:
         what, said = replace(what, loss=partial(_in_bf16, what.loss)), f"{said}, bfloat16"
     return replace(what, describe=said)
@@ -131,6 +141,24 @@ def text(n: int, *, context: int, vocabulary: int) -> Pool:
     for i in range(1, context + 1):
         fresh[:, i] = torch.where(follows[:, i], (fresh[:, i - 1] + 1) % vocabulary, fresh[:, i])
     return Pool(fresh[:, :-1], fresh[:, 1:], n)
+
+
+def expressions(n: int, *, leaves: int) -> Pool:
+    """Sums, differences and products of ``leaves`` digits in postfix notation, each of another shape: value mod 10."""
+    length = 2 * leaves - 1
+    held = min(_positive(n), _pool_size(8 * length))
+    draw = torch.Generator().manual_seed(0)
+    x, stack = torch.zeros(held, length, dtype=torch.long), torch.zeros(held, leaves + 1, dtype=torch.long)
+    depth, pushed, rows = torch.zeros(held, dtype=torch.long), torch.zeros(held, dtype=torch.long), torch.arange(held)
+    for i in range(length):
+        join = (depth >= 2) & ((pushed == leaves) | (torch.rand(held, generator=draw) < 0.5))
+        digit, kind = torch.randint(10, (held,), generator=draw), torch.randint(3, (held,), generator=draw)
+        left, right = stack[rows, (depth - 2).clamp(min=0)], stack[rows, (depth - 1).clamp(min=0)]
+        joined = torch.stack([left + right, left - right, left * right])[kind, rows] % 10
+        x[:, i] = torch.where(join, 10 + kind, digit)
+        stack[rows, torch.where(join, depth - 2, depth)] = torch.where(join, joined, digit)
+        depth, pushed = depth + torch.where(join, -1, 1), pushed + (~join).long()
+    return Pool(x, stack[:, 0].clone(), n)
 
 
 def _digits(train: bool) -> tuple[Tensor, Tensor]:
@@ -284,6 +312,19 @@ def _gpt2(full: bool) -> Workload:
     )
 
 
+def _trees(full: bool) -> Workload:
+    width, leaves, batch = (192, 32, 64) if full else (128, 16, 64)
+    return Workload(
+        name="trees",
+        model=partial(models.TreeNet, width=width),
+        dataset=partial(expressions, leaves=leaves),
+        loss=classification,
+        global_batch=batch,
+        optimizer=_sgd(0.02),
+        describe=f"recursive net of width {width} on expressions of {leaves} digits, a tree per sample, B = {batch}",
+    )
+
+
 _BUILDERS: dict[str, Callable[[bool], Workload]] = {
     "heavy": _heavy,
     "even": _even,
@@ -294,6 +335,7 @@ _BUILDERS: dict[str, Callable[[bool], Workload]] = {
     "vgg11": partial(_published, "vgg11", models.Vgg11, "VGG-11", 0.25, 64, 256, 0.01),
     "alexnet": partial(_published, "alexnet", models.AlexNet, "AlexNet", 0.5, 64, 512, 0.01),
     "gpt2": _gpt2,
+    "trees": _trees,
 }
 
 NAMES: tuple[str, ...] = tuple(_BUILDERS)

@@ -54,6 +54,7 @@ class SyncEngine:
         others: tuple[Any, ...],
         *,
         nonfinite: str,
+        compress: str | None,
         find_unused_parameters: bool | None,
         on_plan: Callable[[Plan, int], None],
         events: EventLog | None = None,
@@ -75,7 +76,8 @@ class SyncEngine:
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
-        self.membership = Membership(world, module, self.pack, self.unpack)
+        self._compress = None if compress is None else reduction.COMPRESSED[compress]
+        self.membership = Membership(world, module, self.pack, self.unpack, self._compress)
         self.membership.find_unused = find_unused_parameters
         self.model = OmniModel(module, self.membership)
         self.nonfinite, self.skipped = nonfinite, 0
@@ -94,6 +96,7 @@ class SyncEngine:
         self._progress = Progress()
         self._told: torch.Tensor | None = None  # the loss for the events
         self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
+        optimizer._step_supports_amp_scaling = False  # a GradScaler decides before a step
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
         for other in others:
@@ -283,6 +286,8 @@ class SyncEngine:
         with self.world.naming_the_culprit("reducing gradients"):
             if self.membership.find_unused is None:
                 self._reduce_first()
+            if self.membership.compressed is not None:
+                self.membership.compressed.finish()
             if self._own_weights:
                 reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
         # Before the clock's mark: it is there when the step's time is read.
@@ -310,7 +315,7 @@ class SyncEngine:
                 raise OutOfMemoryError(message)
         members.find_unused = not all(all(theirs) for theirs, _ in everywhere or [(used, None)])
         if members.group is not None:
-            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group)
+            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group, self._compress)
             members.wrap()
 
     def give_up(self, error: OutOfMemoryError) -> NoReturn:

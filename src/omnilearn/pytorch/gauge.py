@@ -63,7 +63,11 @@ class Card(Gauge):
         self._device = device
 
     def domain(self) -> str:
-        return str(getattr(torch.cuda.get_device_properties(self._device), "uuid", self._device))
+        card = str(getattr(torch.cuda.get_device_properties(self._device), "uuid", self._device))
+        return card if self._fraction() == 1 else f"the fraction of {card} of process {os.getpid()}"
+
+    def _fraction(self) -> float:
+        return float(getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device))
 
     def used(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -72,8 +76,7 @@ class Card(Gauge):
         """Of the card, of this process's fraction, and what the allocator keeps in store."""
         free, total = torch.cuda.mem_get_info(self._device)
         held, used = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device)
-        return max(min(free, int(total * fraction) - held), 0) + held - used
+        return max(min(free, int(total * self._fraction()) - held), 0) + held - used
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, Protocol
 
@@ -312,22 +312,50 @@ def take_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on ``device``; tuples, lists and mappings are kept as they are."""
+    """A batch with its tensors on ``device``; tuples, lists and mappings are kept as they are.
+
+    To a card it is copied on a stream of its own: while the card is still busy with the step before.
+    """
+    if device.type != "cuda":
+        return _moved(batch, device, None)
+    current, side = torch.cuda.current_stream(device), side_stream(device)
+    with torch.cuda.stream(side):
+        moved = _moved(batch, device, current)
+    current.wait_stream(side)
+    return moved
+
+
+@lru_cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which batches are copied to a card."""
+    return torch.cuda.Stream(device)
+
+
+def _moved(batch: Any, device: torch.device, user: torch.cuda.Stream | None) -> Any:
+    """``user`` is the stream that will work with the batch, where that is another than the current one."""
     if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
+        if batch.device == device:
+            return batch
+        moved = batch.to(device, non_blocking=True)
+        if user is not None:
+            moved.record_stream(user)  # its memory is not given away before that stream is done with it
+        return moved
     if device.type == "cpu" or isinstance(batch, (str, bytes)):
         return batch
     if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
+        parts = {key: _moved(value, device, user) for key, value in batch.items()}
         try:
-            return type(batch)(moved)  # type: ignore[call-arg]
+            return type(batch)(parts)  # type: ignore[call-arg]
         except TypeError:
-            return moved
+            return parts
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_moved(value, device, user) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+        return type(batch)(_moved(value, device, user) for value in batch)
+    if not hasattr(batch, "to"):
+        return batch
+    with torch.cuda.stream(user):  # where it is used: what is inside cannot be told of another stream
+        return batch.to(device)
 
 
 def check_options(options: dict[str, Any], train: bool) -> None:

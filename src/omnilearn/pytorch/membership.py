@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from omnilearn.pytorch import reduction
 from omnilearn.pytorch.world import World
 
 CHUNK = 4 * 2**20
@@ -33,8 +34,15 @@ Workers = tuple[int, ...]
 class Membership:
     """The current set of workers, its group, and the model wrapped for it."""
 
-    def __init__(self, world: World, module: nn.Module, pack: Callable[[], Any], unpack: Callable[[Any], None]) -> None:
-        self._world, self._module = world, module
+    def __init__(
+        self,
+        world: World,
+        module: nn.Module,
+        pack: Callable[[], Any],
+        unpack: Callable[[Any], None],
+        compress: torch.dtype | None = None,
+    ) -> None:
+        self._world, self._module, self._compress = world, module, compress
         self._pack, self._unpack = pack, unpack
         self.guard = world.naming_the_culprit
         self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk, so as not to wait for each other
@@ -42,6 +50,7 @@ class Membership:
         self.active: Workers = ()
         self.group: Any = None
         self.wrapped: DistributedDataParallel | None = None
+        self.compressed: reduction.Compressed | None = None  # what is on its way in fewer bits
         self.find_unused: bool | None = None  # None: not known yet, nothing is wrapped
 
     @property
@@ -88,6 +97,11 @@ class Membership:
                 find_unused_parameters=self.find_unused,
                 **{BUFFERS_IN_FORWARD: False},
             )
+            if self._compress is not None:
+                group = self.group
+                self.compressed = compressed = reduction.Compressed(self._compress)
+                # A lambda: torch refuses hooks whose annotations are strings.
+                self.wrapped.register_comm_hook(None, lambda _, bucket: compressed.send(bucket, group))
 
     def close(self) -> None:
         """Let go of all groups. Left to the garbage collector, a DataLoader's fork may hang in destroying them."""

@@ -27,6 +27,7 @@ from omnilearn.pytorch.evaluate import EvalLoader
 from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
 from omnilearn.pytorch.membership import decode, encode
 from omnilearn.pytorch.model import smallest_batch
+from omnilearn.pytorch.reduction import COMPRESSED
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -55,6 +56,7 @@ class OmniLearn(Facade):
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation). What memory
     does not hold is so without it: the bound is learned (docs/memory.md).
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "cuda:1".
+    ``compress``: "bf16" sends gradients in half the bytes, for slow links; not exact any more (docs/exactness.md).
     ``log_dir``: where events go (docs/events.md); by default where ``omnilearn run`` says, else nowhere.
     ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
 
@@ -86,6 +88,7 @@ class OmniLearn(Facade):
         park: bool = True,
         micro_batch: int | None = None,
         nonfinite: str = "raise",
+        compress: str | None = None,
         device: str | torch.device | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
@@ -99,10 +102,12 @@ class OmniLearn(Facade):
         self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
             _check_mode(mode, staleness, threshold, lr_scaling, lease_timeout, join)
+            self._compress = _checked_compression(compress, mode)
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
                 micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
             )  # fmt: skip
+        kept["compress"] = compress
         if mode == "async":
             kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
                      "lease_timeout": lease_timeout}  # fmt: skip
@@ -163,6 +168,7 @@ class OmniLearn(Facade):
             optimizer,
             others,
             nonfinite=self._nonfinite,
+            compress=self._compress,
             find_unused_parameters=find_unused_parameters,
             on_plan=self._announce,
             events=self._events,
@@ -430,6 +436,14 @@ class OmniLearn(Facade):
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self.close()
         self._events.write("end", ok=False, error=self._world.error)
+
+
+def _checked_compression(compress: str | None, mode: str) -> str | None:
+    if compress is not None and compress not in COMPRESSED:
+        raise InfeasibleError(f"unknown compression {compress!r}: use {', '.join(map(repr, COMPRESSED))} or None")
+    if compress is not None and mode == "async":
+        raise InfeasibleError(f"compress={compress!r} is for mode='sync': leave it out")
+    return compress
 
 
 def _check_mode(

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -51,7 +51,7 @@ class World(Peers):
         with self.alike():
             self.device = _device(device)
         self.resources = self._survey()
-        self.backend = self._backend()
+        self.backend = backend(self.resources)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
 
@@ -70,12 +70,6 @@ class World(Peers):
         if any(r.device != "cpu" for r in found) and len(found) > 1:
             found = self.gather(resources.detect(str(self.device), measure=True))
         return tuple(found)
-
-    def _backend(self) -> str:
-        """NCCL where every rank has a card of its own; gloo where ranks share a card or some have none."""
-        cards = [(r.host, r.device_id) for r in self.resources if r.device == "cuda"]
-        alone = len(cards) == self.size and len(set(cards)) == self.size
-        return "nccl" if alone and dist.is_nccl_available() else "gloo"
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:
         """Every rank's value, in rank order, on every rank of the group (all ranks by default)."""
@@ -162,6 +156,12 @@ class World(Peers):
             dist.destroy_process_group()
             self._owned = False
         self.control = None
+
+
+def backend(ranks: Sequence[resources.Resources]) -> str:
+    """NCCL where every rank has a card of its own; gloo where ranks share a card or some have none."""
+    cards = {(rank.host, rank.device_id) for rank in ranks if rank.device == "cuda"}
+    return "nccl" if len(cards) == len(ranks) and dist.is_nccl_available() else "gloo"
 
 
 def _device(choice: str | torch.device | None) -> torch.device:
