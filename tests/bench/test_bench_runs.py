@@ -79,18 +79,6 @@ def test_sync(tmp_path: Path) -> None:
     assert level["speedup_vs_uniform"] > 1.5
 
 
-def test_memory(tmp_path: Path) -> None:
-    read = measured(tmp_path, "memory", "--emulate", "1,2", "--batch", "64", "--room", "0.5", "--rounds", "1")
-    own = read["summary"]["workloads"]["gpt2"]
-    lower, upper = own["gain_over_capping_spread"]
-    assert 0 < lower <= own["gain_over_capping"] <= upper
-    rows = {row["contestant"]: row for row in read["rows"]}
-    shares = {name: [int(size) for size in rows[name]["batches"].split("/")] for name in rows}
-    assert all(sum(split) == 64 for split in shares.values()), "micro-batches are added up"
-    assert shares["capped"][1] <= own["fits"] < shares["enough memory"][1]
-    assert "What memory costs" in render([("memory.json", read)])
-
-
 def test_other_work_on_one_device(tmp_path: Path) -> None:
     """Shape only: the machine's cores are shared with whoever else is here."""
     words = ("--emulate", "1,1", "--load", "0", "--model", "even", "--batch", "32", "--steps", "6")

@@ -7,10 +7,11 @@ import doctest
 import numpy as np
 import pytest
 
-from omnilearn.bench import oracle, sync
+from omnilearn.bench import memory, oracle, sync
 from omnilearn.bench.contestants import Block
 from omnilearn.bench.gang import Trace, joined
 from omnilearn.bench.oracle import Curve, Search, fit, neighbours, over
+from omnilearn.bench.results import SECTIONS
 from omnilearn.bench.sync import imbalance, steps_to, waiting, worst
 
 
@@ -106,3 +107,22 @@ def test_a_level_is_as_good_as_its_worst_workload() -> None:
     assert (level["speedup_vs_uniform"], level["fraction_of_oracle"], level["steps_to_90"]) == (2, 0.9, 8)
     assert set(level["workloads"]) == {"a", "b"}
     assert worst({"a": outcome(3, 0.9, None), "b": outcome(2, 0.95, 8)})["steps_to_90"] is None
+
+
+def test_what_micro_batches_gain_over_capping() -> None:
+    def run(step: float, mine: int) -> Trace:
+        shares = (64 - mine, mine)
+        return Trace(0, np.full(4, step), [shares] * 4, np.full((4, 2), np.nan), np.full((4, 2), np.nan), 4 * step)
+
+    traces = {
+        memory.ENOUGH: [run(0.4, 32), run(0.8, 32)],
+        memory.CAPPED: [run(0.6, 11), run(1.2, 11)],
+        memory.MICRO: [run(0.5, 30), run(1.0, 33)],
+    }
+    outcome, rows = memory.judge("gpt2", 64, traces, {"need_mb": 10.0, "room_mb": 3.5, "fits": 12})
+    assert outcome["gain_over_capping"] == pytest.approx(1.2)
+    assert outcome["of_enough_memory"] == pytest.approx(0.8)
+    assert outcome["shares"] == {"enough memory": "32/32", "capped": "53/11", "micro-batches": "31/33"}
+    assert [row["contestant"] for row in rows] == ["enough memory", "capped", "micro-batches"]
+    summary = {"emulate": "1,1", "worker": 1, "workloads": {"gpt2": outcome}}
+    assert "| gpt2 | 10 | 3.5 | 12 | 1.2 |" in "\n".join(SECTIONS["memory"][1]({"summary": summary, "rows": rows}))

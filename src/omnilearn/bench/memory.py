@@ -3,7 +3,9 @@
 Its share is the one that its speed deserves, its memory a part of what that needs at once. *Capped* is plain DDP with
 this worker's batch cut down to what fits and the rest spread over the others by speed: what one does by hand.
 *Micro-batches* is OmniLearn by ``omni.step``, which finds out by itself. *Enough memory* is plain DDP with the same
-shares and no limit.
+shares and no limit. Nobody is parked: that is another question (``bench sync``).
+
+Made for cards. On a CPU the limit counts what threads and malloc hold too, and a run may end for want of memory.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def compare(
         need = gang.all("need", worker, balanced[worker])[worker]
         room = int(part * need)
         gang.all("scarce", worker, 4 * need)  # from the start this worker's memory is its own, as OmniLearn sees it
-        gang.all("open_step", MICRO, steps, "optimal", {}, doing=f"setting up {MICRO}")
+        gang.all("open_step", MICRO, steps, "optimal", {"park": False}, doing=f"setting up {MICRO}")
         if gang.devices[worker] == "cpu":
             gang.block(MICRO)  # starts threads, whose stacks count against the limit there
         gang.all("scarce", worker, room)
