@@ -20,6 +20,7 @@ import tensorflow as tf
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.engine.loop import SyncLoop, Workers
 from omnilearn.engine.planner import Planner, Timing
+from omnilearn.engine.source import Piece, Source
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.tensorflow.world import Group, World, reduce_sum
@@ -79,6 +80,7 @@ class SyncEngine(SyncLoop):
         super().__init__(world, Planner(world, self.clock, policy, problem, on_plan, events), events)
         self.model, self.optimizer = model, optimizer
         self.nonfinite, self.micro_batch, self.skipped = nonfinite, micro_batch, 0
+        self.updates = self.samples = 0
         optimizer.build(model.trainable_variables)
         # Not their paths: Keras numbers layers by how many were made before.
         world.agree("models", {f"variable {k} ({v.name})": (*v.shape, v.dtype) for k, v in enumerate(self.variables)})
@@ -145,6 +147,17 @@ class SyncEngine(SyncLoop):
 
     # A step
 
+    def hand_out(self, piece: Piece) -> None:
+        self.begin_share(piece.share)
+
+    def take_back(self, source: Source, piece: Piece) -> None:
+        if not self.done:
+            raise UsageError(
+                f"omni.step(…) was not called for the last batch (step {piece.share.step}): every batch needs it "
+                f"exactly once, or the other workers wait for this one's gradient"
+            )
+        self.end_share(source, piece.share)
+
     def take_step(self, compute_loss: Callable[[Any], Any], batch: Any, weight: float | None) -> Any:
         """Gradient, reduction and update. Returns the loss of the whole global batch."""
         share = self.share
@@ -168,7 +181,10 @@ class SyncEngine(SyncLoop):
             ready, end, finite, own = facts.numpy().tolist()
         self.clock.add(ready, end)
         self.done, self.loss = True, own
-        if not finite:
+        self.samples += share.total
+        if finite:
+            self.updates += 1
+        else:
             self._not_finite(share.step, own)
         assert self.source is not None
         self.source.sampler.consumed(share)  # a checkpoint saved now goes on behind this step
