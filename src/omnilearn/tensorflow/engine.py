@@ -245,9 +245,7 @@ class SyncEngine(SyncLoop):
             gradients = [
                 tf.cast(tf.reshape(value, v.shape), v.dtype) for value, v in zip(parts, variables, strict=True)
             ]
-            finite = _finite([flat])
-        else:
-            finite = _finite(gradients)
+        finite = _finite([loss, *self._looked_at(gradients)])
         scaler = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)  # it leaves such steps out by itself
         if self.nonfinite == "skip" and not scaler:
             tf.cond(finite, lambda: self.optimizer.apply(gradients, variables), lambda: None)
@@ -256,6 +254,13 @@ class SyncEngine(SyncLoop):
         finite = tf.constant(True) if scaler else finite
         facts = tf.stack([ready, end, tf.cast(finite, tf.float64), tf.cast(own, tf.float64)])
         return tf.squeeze(loss), facts
+
+    def _looked_at(self, gradients: list[Any]) -> list[Any]:
+        """Where a bad step ends the run, the smaller half of the gradient's tensors: a loss that is not finite shows in
+        all of them, and a single layer that overflows does so one step later, through its weights."""
+        if self.nonfinite == "skip":
+            return gradients
+        return sorted(gradients, key=lambda gradient: int(np.prod(gradient.shape)))[: (len(gradients) + 1) // 2]
 
     def _gradient(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """The variables the loss depends on, its gradient, and the loss: the mean over this worker's batch."""
