@@ -107,6 +107,13 @@ def test_async_example(tmp_path: Path) -> None:
     assert float(re.findall(r"accuracy (\d\.\d+), Counts", out)[0]) > 0.7
 
 
+@pytest.mark.parametrize("kind", ["momentum", "adam", "scaler"])
+def test_the_learning_rate_of_one_update_is_scaled(workers: Gang, kind: str) -> None:
+    for whole, half in workers.run("scaled_update", kind):
+        assert (whole > 0).all()
+        assert half == pytest.approx(whole / 2, rel=1e-4)
+
+
 def test_without_a_cluster_it_trains_alone(workers: Gang) -> None:
     for result in workers.run("alone_async"):
         assert result["size"] == 1

@@ -8,10 +8,12 @@ the rank that failed. Knows nothing of batches or models.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import pickle
+import queue
 import re
 import sys
 import threading
@@ -69,15 +71,17 @@ class Group:
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         flat = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
-        result = _sum(self._timeout)(flat, len(self), self.key, self.instance("sum", len(flat)))
-        return np.asarray(result.numpy()).reshape(np.shape(values))
+        result = self._call(reduce_sum, flat, self.instance("sum", len(flat)))
+        return result.reshape(np.shape(values))
 
     def rows(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Every member's row, in the order of ranks."""
-        whole = row.dtype == np.int64
-        key = self.instance("rows", whole, len(row))
-        gathered = (_gather_ints if whole else _gather)(self._timeout)(row, len(self), self.key, key)
-        return np.asarray(gathered.numpy())
+        return self._call(_gather_op, row, self.instance("rows", row.dtype, len(row)))
+
+    def _call(self, operation: Callable[..., Any], values: npt.NDArray[Any], instance: int) -> npt.NDArray[Any]:
+        keys = tf.constant([len(self), self.key, instance], tf.int32)
+        result = _function(operation, values.dtype, self._timeout)(tf.constant(values), keys)
+        return np.asarray(result.numpy())
 
     def values(self, value: Any) -> list[Any]:
         """Every member's value, of any kind that can be pickled."""
@@ -126,33 +130,22 @@ def reduce_sum(flat: Any, timeout: float, size: Any, group: Any, instance: Any) 
     )  # fmt: skip
 
 
-_traced: dict[Any, Any] = {}
-
-
-def _function(name: str, dtype: Any, timeout: float, body: Callable[..., Any]) -> Any:
-    if (name, timeout) not in _traced:
-        whole = tf.TensorSpec([], tf.int32)
-        _traced[name, timeout] = tf.function(body, input_signature=[tf.TensorSpec([None], dtype), whole, whole, whole])
-    return _traced[name, timeout]
-
-
-def _sum(timeout: float) -> Any:
-    return _function("sum", tf.float64, timeout, lambda x, n, g, i: reduce_sum(x, timeout, n, g, i))
-
-
-def _gather_op(row: Any, size: Any, group: Any, instance: Any, timeout: float) -> Any:
+def _gather_op(row: Any, timeout: float, size: Any, group: Any, instance: Any) -> Any:
     return tf.raw_ops.CollectiveGatherV2(
         input=row[None], group_size=size, group_key=group, instance_key=instance, ordering_token=[],
         communication_hint="ring", timeout_seconds=timeout,
     )  # fmt: skip
 
 
-def _gather(timeout: float) -> Any:
-    return _function("gather", tf.float64, timeout, lambda x, n, g, i: _gather_op(x, n, g, i, timeout))
+@functools.cache
+def _function(operation: Callable[..., Any], dtype: Any, timeout: float) -> Any:
+    """A collective, traced. Concrete, because to look for the right trace costs as much as the collective itself."""
 
+    def call(values: Any, keys: Any) -> Any:
+        return operation(values, timeout, *tf.unstack(keys, 3))
 
-def _gather_ints(timeout: float) -> Any:
-    return _function("gather ints", tf.int64, timeout, lambda x, n, g, i: _gather_op(x, n, g, i, timeout))
+    signature = [tf.TensorSpec([None], dtype), tf.TensorSpec([3], tf.int32)]
+    return tf.function(call, input_signature=signature).get_concrete_function()
 
 
 class World(Peers):
@@ -163,6 +156,7 @@ class World(Peers):
         self.timeout = timeout
         self.failed = False
         self.control: Group | None = None
+        self._exchanges: queue.SimpleQueue[Any] | None = None
         _set_threads()
         self.device = _choose_device(device)
         if self.size > 1:
@@ -190,21 +184,27 @@ class World(Peers):
 
     def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
         answer: Future[npt.NDArray[np.float64]] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(self._exchange.rows(row))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # A daemon: a process that ends does not wait for what never comes.
-        threading.Thread(target=work, name="omnilearn-exchange", daemon=True).start()
+        if self._exchanges is None:
+            self._exchanges = queue.SimpleQueue()
+            # One for all of them: TensorFlow takes long to get to know a thread. A daemon: a process that ends does not
+            # wait for what never comes.
+            threading.Thread(target=self._do_exchanges, args=(self._exchanges,), name="omnilearn-exchange",
+                             daemon=True).start()  # fmt: skip
+        self._exchanges.put((row, answer))
 
         def wait() -> npt.NDArray[np.float64]:
             with self.naming_the_culprit("exchanging timings"):
                 return answer.result(self.timeout + 60)
 
         return wait
+
+    def _do_exchanges(self, wanted: queue.SimpleQueue[Any]) -> None:
+        while (asked := wanted.get()) is not None:
+            row, answer = asked
+            try:
+                answer.set_result(self._exchange.rows(row))
+            except BaseException as error:
+                answer.set_exception(error)
 
     def speed(self) -> float:
         def product(size: int) -> Callable[[], None]:
@@ -255,6 +255,9 @@ class World(Peers):
     def close(self) -> None:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
+        if self._exchanges is not None:
+            self._exchanges.put(None)
+            self._exchanges = None
         self.control = None
 
 

@@ -6,7 +6,9 @@ tracing anything again. Pull, compute and push are timed apart. What is counted 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -161,8 +163,8 @@ def on_worker(model: keras.Model, shared: Shared, walk: Walk, rules: Rules) -> A
         )
 
         def push() -> Any:
-            factor = weight * rules.scale(batch)
-            optimizer.apply([gradient * tf.cast(factor, gradient.dtype) for gradient in gradients], variables)
+            with learning_rate_times(optimizer, weight * rules.scale(batch)):
+                optimizer.apply(gradients, variables)
             for variable, value in news:
                 variable.assign(value)
             shared.updates.assign_add(1)
@@ -182,6 +184,18 @@ def on_worker(model: keras.Model, shared: Shared, walk: Walk, rules: Rules) -> A
         end = tf.timestamp()
     numbers = (worker, batch, pulled - begin, computed - pulled, end - computed, loss, age, weight, finite)
     return tf.stack([tf.cast(number, tf.float64) for number in numbers])
+
+
+@contextlib.contextmanager
+def learning_rate_times(optimizer: Any, factor: Any) -> Iterator[None]:
+    """While a step is traced. Keras has one learning rate for all workers; its variable must not be touched."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    rate, name = inner._get_current_learning_rate, "_get_current_learning_rate"
+    object.__setattr__(inner, name, lambda: rate() * tf.cast(factor, tf.float32))  # not one of Keras' tracked things
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, name)
 
 
 def _gradient(model: keras.Model, values: list[Any], batch: Any) -> Any:
