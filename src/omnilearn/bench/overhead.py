@@ -75,23 +75,22 @@ def run(args: argparse.Namespace) -> Record:
         Gang(args.nproc, limited=False, device=args.device, emulation=emulation, framework=args.framework) as gang,
     ):
         gang.threads([max(1, int(cores()) // gang.size)] * gang.size)
+        summary = {
+            "model": args.model[0],
+            "nproc": gang.size,
+            "emulate": args.emulate,
+            "device": device,
+            "blocks": blocks,
+            "steps": steps,
+            "goal": goal,
+            "framework": args.framework,
+            "models": models,
+        }
         for name in args.model:
             models[name], measured = compare(gang, name, size_of(args), blocks, steps, device, progress)
             rows += measured
-    first = models[args.model[0]]
-    summary = {
-        "model": args.model[0],
-        "nproc": gang.size,
-        "emulate": args.emulate,
-        "device": device,
-        "blocks": blocks,
-        "steps": steps,
-        "ratio": first["ratio"],
-        "ratio_spread": first["ratio_spread"],
-        "goal": goal,
-        "framework": args.framework,
-        "models": models,
-    }
+            summary |= {key: models[args.model[0]][key] for key in ("ratio", "ratio_spread")}
+            Record("overhead", rows, summary).keep(args.json)
     return Record("overhead", rows, summary)
 
 
