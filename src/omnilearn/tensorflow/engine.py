@@ -23,7 +23,8 @@ from omnilearn.engine.planner import Planner, Timing
 from omnilearn.engine.source import Piece, Source
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.tensorflow.world import Group, World, reduce_sum
+from omnilearn.tensorflow.collectives import Group, reduce_sum
+from omnilearn.tensorflow.world import World
 
 log = logging.getLogger("omnilearn")
 
