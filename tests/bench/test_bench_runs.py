@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,18 @@ def measured(tmp_path: Path, name: str, *words: str) -> dict[str, Any]:
     return read
 
 
-def test_overhead(tmp_path: Path) -> None:
-    read = measured(tmp_path, "overhead", "--model", "chatty", "--blocks", "2", "--steps", "4")
+@pytest.mark.parametrize(("framework", "package", "goal"), [("pytorch", "torch", 1.01), ("tensorflow", "keras", 1.05)])
+def test_overhead(framework: str, package: str, goal: float, tmp_path: Path) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{framework} is not installed")
+    options = ("--framework", framework, "--model", "chatty", "--blocks", "2", "--steps", "4")
+    read = measured(tmp_path, "overhead", *options)
     summary = read["summary"]
     lower, upper = summary["ratio_spread"]
     assert 0.1 < lower <= summary["ratio"] <= upper < 10
     assert summary["ratio"] == summary["models"]["chatty"]["optimal"]["ratio"]
-    assert summary["goal"] == 1.01
+    assert summary["goal"] == goal
+    assert "unfinished" not in summary
     by_name = {row["contestant"]: row for row in read["rows"]}
     assert set(by_name) == {"ddp", "uniform", "optimal"}
     assert by_name["ddp"]["ratio"] == by_name["ddp"]["ratio_of_totals"] == 1
@@ -119,6 +125,18 @@ def test_a_load_begins_and_ends_with_its_flag(tmp_path: Path, device: str) -> No
     load.over.set()
     load.join(30)
     assert not load.is_alive()
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_sync_with_tensorflow(tmp_path: Path) -> None:
+    options = ("--framework", "tensorflow", "--levels", "HL8", "--model", "chatty", "--rounds", "1")
+    read = measured(tmp_path, "sync", *options)
+    own = read["summary"]["levels"]["HL8"]["workloads"]["chatty"]
+    assert read["summary"]["framework"] == "tensorflow"
+    assert own["oracle"] == [0, 0, 0, 64]  # as with PyTorch: communication costs more than the others bring
+    rows = {row["contestant"]: row for row in read["rows"]}
+    assert rows["optimal"]["batches"] == "0/0/0/64"
+    assert own["speedup_vs_uniform"] > 1.5
 
 
 def test_async(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def evaluated(plans: list[list[int]], size: int, inside: bool, workers: int) -> 
                     total += float(i.sum()) + 0 * float(model(x).sum())
             model.train()
             mean = omni.mean(total / max(len(seen), 1), weight=len(seen))
-            found.append((omni._engine.participants(), seen, mean, snapshot(model)[1:4]))  # type: ignore[union-attr]
+            found.append((omni._engine.participants, seen, mean, snapshot(model)[1:4]))  # type: ignore[union-attr]
 
         run_epochs(omni, model, opt, loader, 1, evaluate if inside else None)
         if not inside:

@@ -15,11 +15,11 @@ from torch import nn
 from omnilearn import control
 from omnilearn.cluster.resources import Resources
 from omnilearn.control import Problem
+from omnilearn.engine.planning import Planning
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.layout import Layout, all_finite
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait
-from omnilearn.pytorch.asynchronous.planning import Planning
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),

@@ -47,7 +47,7 @@ def tell(history: Any) -> dict[str, Any]:
         "samples": counts.samples,
         "history": history.history,
         "batches": omni.plan.batches,
-        "traces": omni._async.traced.experimental_get_tracing_count(),  # type: ignore[union-attr]
+        "traces": omni._engine.traced.experimental_get_tracing_count(),  # type: ignore[union-attr]
         "iterations": int(model.optimizer.iterations.numpy()),
     }
 

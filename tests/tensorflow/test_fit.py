@@ -30,6 +30,23 @@ def test_fit_honours_metrics_and_callbacks(workers: Gang, tmp_path: Path) -> Non
     assert not [path for path in written if path.startswith(("1", "2", "board-1", "board-2"))]
 
 
+@pytest.mark.parametrize("kind", ["arrays", "sample weights", "tf.data", "pydataset"])
+def test_fit_does_what_keras_does_alone(workers: Gang, kind: str) -> None:
+    for result in workers.run("like_keras", kind):
+        assert result["apart"] < 1e-2  # float32: near zero, rounding shows
+        assert set(result["ours"]) == set(result["theirs"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+        for name, values in result["ours"].items():
+            assert values == pytest.approx(result["theirs"][name], rel=1e-4)
+
+
+def test_rank_0_draws_the_familiar_bar(workers: Gang) -> None:
+    first, *others = workers.run("bar")
+    assert "Epoch 1/2" in first
+    assert "5/5" in first
+    assert "━" in first
+    assert others == ["", ""]
+
+
 def test_early_stopping_stops_all(workers: Gang, tmp_path: Path) -> None:
     for result in workers.run("fitted", str(tmp_path), 4, True):
         assert len(result["history"]["loss"]) == 2

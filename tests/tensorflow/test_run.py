@@ -19,16 +19,24 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150.0
 
 
+NO_TORCH = os.pathsep.join(map(str, [ROOT / "tests" / "tensorflow" / "no_torch", ROOT / "src", ROOT]))
+"""As PYTHONPATH: a process that has it finds no PyTorch."""
+
+
 def start(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    """``omnilearn run --framework tensorflow``, where PyTorch is not installed."""
+    return python("-m", "omnilearn", "run", "--framework", "tensorflow", *arguments, **environment)
+
+
+def python(*arguments: Any, **environment: str) -> subprocess.Popen[str]:
     settings = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "OMNILEARN_LOG_DIR")}
     return subprocess.Popen(
-        [sys.executable, "-m", "omnilearn", "run", "--framework", "tensorflow", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**settings, "PYTHONPATH": path, **environment},
+        env={**settings, "PYTHONPATH": NO_TORCH, **environment},
     )
 
 
@@ -61,12 +69,22 @@ def test_the_others_end_and_name_who_failed(kind: str, rank: int, first: str, ot
         assert re.search(f"PeerFailure: {others}", said), said[-2000:]
 
 
+def test_these_processes_find_no_torch() -> None:
+    code = "import importlib.util, numpy; print(importlib.util.find_spec('torch')); import torch"
+    status, out, err = finish(python("-c", code))
+    assert (status, out) == (1, "None\n")
+    assert "No module named 'torch'" in err
+
+
 def test_fit_example(tmp_path: Path) -> None:
     status, out, err = finish(start("--nproc", 2, "--log-dir", tmp_path, "examples/tensorflow_fit.py"))
     assert status == 0, err
     assert "Epoch 2/6" in out
     assert float(re.findall(r"accuracy (\d\.\d+), batches", out)[0]) > 0.8
     assert (tmp_path / "rank-1.jsonl").exists()
+    status, _, err = finish(python("-m", "omnilearn", "report", tmp_path, "-o", tmp_path / "page.html"))
+    assert status == 0, err
+    assert "tensorflow" in (tmp_path / "page.html").read_text().lower()
 
 
 def test_a_cluster_that_exists_is_respected(tmp_path: Path) -> None:
@@ -91,7 +109,7 @@ def test_a_cluster_that_exists_is_respected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--nnodes", "2", "x.py"], {}, "is torchrun's"),
+        (["--nnodes", "2"], {"PYTHONPATH": str(ROOT / "src")}, "is torchrun's"),
         (["--nproc", "2"], {"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:2"]}}'}, "a cluster that exists already"),
         (["--nproc", "many"], {}, "must be a number"),
     ],
@@ -99,11 +117,10 @@ def test_a_cluster_that_exists_is_respected(tmp_path: Path) -> None:
 def test_wrong_use_is_said_before_anything_starts(
     arguments: list[str], environment: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    if arguments[0] == "--nnodes":
+    if "--nnodes" in arguments:  # which is known to those who have it
         pytest.importorskip("torch")
     script = tmp_path / "x.py"
     script.write_text("raise SystemExit(3)\n")
-    given = [word for word in arguments if word != "x.py"]
-    status, _, err = finish(start("--log-dir", tmp_path, *given, script, **environment))
+    status, _, err = finish(start("--log-dir", tmp_path, *arguments, script, **environment))
     assert status == 2
     assert words in err

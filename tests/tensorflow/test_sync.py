@@ -118,6 +118,8 @@ def test_a_loop_can_be_left_while_a_worker_is_parked(workers: Gang) -> None:
     [
         ("option of one rank", "seed is 0 on rank 0 and 1 on rank 1"),
         ("bad value on one rank", "nonfinite must be 'raise' or 'skip'"),
+        ("unknown rule", "unknown staleness rule 'whatever'"),
+        ("sync and stale", "belong to mode='async'"),
         ("other model", "models differ between ranks"),
         ("other data", "number of samples is 53 on rank 0 and 52 on rank 1"),
         ("vector", "one number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from omnilearn.data import Sampler
 from omnilearn.tensorflow import OmniLearn
+from omnilearn.tensorflow.asynchronous.step import learning_rate_times
 from tests.script import Script
 
 SIZE, FEATURES = 53, 6
@@ -281,6 +283,52 @@ def fitted(folder: str, epochs: int, early: bool) -> dict[str, Any]:
         }
 
 
+def like_keras(kind: str) -> dict[str, Any]:
+    """``fit`` on data of any kind, without shuffling; and Keras' own ``fit``, by one process, on the same batches."""
+    draw = np.random.default_rng(4)
+    x = draw.normal(size=(SIZE, FEATURES)).astype("f4")
+    y, weight = (x[:, 0] > 0).astype("i4"), draw.uniform(0.5, 2, SIZE).astype("f4")
+
+    class Numbered(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return -(-SIZE // 10)
+
+        def __getitem__(self, i: int) -> Any:
+            return x[10 * i : 10 * i + 10], y[10 * i : 10 * i + 10]
+
+    data = {
+        "arrays": lambda: (x, y),
+        "sample weights": lambda: (x, y, weight),
+        "tf.data": lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(7).prefetch(1),
+        "pydataset": lambda: Numbered(),
+    }[kind]()
+    with omnilearn(policy=Script([(5, 4, 3), (10, 0, 2), (1, 10, 1)])) as omni:
+        model = network(dtype="float32")
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.set_weights(omni._world.gather(model.get_weights())[0])
+        first = model.get_weights()
+        ours = omni.fit(model, data, epochs=2, shuffle=False, validation_data=data, verbose=0).history
+        after = model.get_weights()
+        other = keras.models.clone_model(model)
+        other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        other.set_weights(first)
+        sample_weight = weight if kind == "sample weights" else None
+        validation = (x, y) if sample_weight is None else (x, y, weight)
+        theirs = other.fit(x, y, 12, 2, verbose=0, shuffle=False, sample_weight=sample_weight,
+                           validation_data=validation).history  # fmt: skip
+        return {"ours": ours, "theirs": theirs, "apart": far(after, other.get_weights())}
+
+
+def bar() -> str:
+    """What ``fit`` prints on this rank."""
+    x, y, _ = numbers()
+    with omnilearn() as omni, contextlib.redirect_stdout(io.StringIO()) as out:
+        model = network()
+        model.compile("sgd", "mse")
+        omni.fit(model, (x, y), epochs=2, verbose=1)
+    return out.getvalue()
+
+
 def refused_fit(kind: str) -> str:
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -366,6 +414,8 @@ def wrong(kind: str) -> str:
         "option of one rank": {"seed": rank},
         "bad value on one rank": {"nonfinite": "ignore" if rank == 1 else "raise"},
         "skip": {"nonfinite": "skip"},
+        "unknown rule": {"staleness": "whatever"},
+        "sync and stale": {"staleness": "scale"},
     }.get(kind, {})
     try:
         with omnilearn(**options) as omni:
@@ -409,9 +459,29 @@ def alone_async() -> dict[str, Any]:
             model = network()
             model.compile("sgd", "mse")
         history = omni.fit(model, (x, y), epochs=3, verbose=0).history
-        return {"loss": history["loss"], "size": omni.world_size}
+        return {"loss": history["loss"], "size": omni.world_size, "counts": vars(omni.counts)}
     finally:
         os.environ["TF_CONFIG"] = before
+
+
+def scaled_update(kind: str) -> tuple[Any, Any]:
+    """What an update changes, and what it changes with half of the learning rate."""
+
+    def change(factor: float) -> Any:
+        variable = keras.Variable(np.ones(3, "f4"))
+        opt: Any = keras.optimizers.LossScaleOptimizer(optimizer("adam")) if kind == "scaler" else optimizer(kind)
+        opt.build([variable])
+        rate = float(opt.learning_rate)
+
+        def update() -> None:
+            with learning_rate_times(opt, tf.constant(factor, tf.float64)):
+                opt.apply([opt.scale_loss(tf.constant([1.0, 2.0, 3.0]))], [variable])
+
+        tf.function(update)()
+        assert float(opt.learning_rate) == rate
+        return 1 - variable.numpy()
+
+    return change(1.0), change(0.5)
 
 
 def refused_cluster(kind: str) -> str:
@@ -425,8 +495,6 @@ def refused_cluster(kind: str) -> str:
         del cluster["ps"]
     if kind == "evaluator":
         task = {"type": "evaluator", "index": 0}
-    if kind == "bounded":
-        options["staleness"] = "bounded"
     os.environ["TF_CONFIG"] = "{" if kind == "no json" else json.dumps({"cluster": cluster, "task": task})
     try:
         OmniLearn(8, **options)

@@ -1,8 +1,4 @@
-"""One worker of a benchmark's gang: started once, does what it is told over a socket, one thing after the other.
-
-Run as ``python -m omnilearn.bench.member FD RANK SIZE``. Every request is the name of a method of ``Member`` and its
-arguments; every answer is its result, or the traceback.
-"""
+"""One PyTorch worker of a benchmark's gang. Run as ``python -m omnilearn.bench.member FD RANK SIZE``."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omnilearn.bench.block import Block
 from omnilearn.bench.contestants import (
     TIMEOUT,
     AsyncOmni,
@@ -30,7 +25,7 @@ from omnilearn.bench.contestants import (
 from omnilearn.bench.load import Load
 from omnilearn.bench.names import Size
 from omnilearn.bench.scarcity import Scarcity
-from omnilearn.bench.service import named_policy, serve
+from omnilearn.bench.service import Member, named_policy, serve
 from omnilearn.bench.workloads import Pool, digits, workload
 from omnilearn.cluster.resources import cores
 from omnilearn.pytorch.model import smallest_batch
@@ -40,12 +35,12 @@ POOL = 4
 """Global batches of data that are held."""
 
 
-class Member:
+class Worker(Member):
+    omni, local_steps = Omni, local_steps
+
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self.device = torch.device("cpu")
-        self.job: Job | None = None
-        self.contestants: dict[str, Any] = {}
         self.scarcity: Scarcity | None = None
 
     def ready(self, devices: list[str]) -> dict[str, Any]:
@@ -86,25 +81,13 @@ class Member:
         return smallest_batch(what.model())
 
     def end(self) -> None:
-        """Forget everything of the session."""
-        for name in list(self.contestants):
-            self.close(name)
-        self.job = None
-        gc.collect()
+        self.forget()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    @property
-    def _job(self) -> Job:
-        assert self.job is not None, "begin a session first"
-        return self.job
 
     def open_plain(self, name: str, options: dict[str, Any]) -> None:
         own_card = self.device.type == "cuda" and torch.cuda.device_count() >= self.size
         self.contestants[name] = Plain(self._job, backend="nccl" if own_card else "gloo", **options)
-
-    def open_omni(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
-        self.contestants[name] = Omni(self._job, steps, named_policy(policy), **options)
 
     def open_async(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
         self.contestants[name] = AsyncOmni(self._job, steps, named_policy(policy), **options)
@@ -128,22 +111,6 @@ class Member:
         if room is not None:
             self.scarcity.begin(room, self.device)
 
-    def close(self, name: str) -> None:
-        contestant = self.contestants.pop(name)
-        if isinstance(contestant, Omni):
-            contestant.close()
-
-    def block(self, name: str, *arguments: Any) -> Block:
-        result: Block = self.contestants[name].block(*arguments)
-        return result
-
-    def reasons(self, name: str) -> list[tuple[int, tuple[int, ...], str]]:
-        """Every plan OmniLearn decided on: the step from which it held, the batches, why."""
-        return list(self.contestants[name].reasons)
-
-    def curve(self, sizes: list[list[int]], repeats: int, seconds: float) -> list[tuple[int, float]]:
-        return list(local_steps(self._job, sizes[self.rank], repeats, seconds))
-
     def accuracy(self, name: str, rank: int) -> float | None:
         """Of a classifier, as worker ``rank`` has it: on digits it was not trained with."""
         if rank != self.rank:
@@ -159,4 +126,4 @@ class Member:
 
 
 if __name__ == "__main__":
-    serve(Member)
+    serve(Worker)

@@ -1,15 +1,64 @@
-"""How a worker of a gang is commanded, whatever it trains with: one request after the other over a socket."""
+"""A worker of a gang, whatever it trains with: does what it is told over a socket, one request after the other.
+
+Every request is the name of a method of a ``Member`` and its arguments; every answer is its result, or the traceback.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
+from omnilearn.bench.block import Block
 from omnilearn.control import Optimal, Policy, Proportional
+
+
+class Member:
+    """What workers do alike. A framework adds the start and the end of a session, and its ways of training."""
+
+    omni: ClassVar[type[Any]]
+    """``omni(job, steps, policy, **options)``: OmniLearn as a contestant."""
+    local_steps: ClassVar[Callable[..., Any]]
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.job: Any = None
+        self.contestants: dict[str, Any] = {}
+
+    @property
+    def _job(self) -> Any:
+        assert self.job is not None, "begin a session first"
+        return self.job
+
+    def open_omni(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
+        self.contestants[name] = self.omni(self._job, steps, named_policy(policy), **options)
+
+    def close(self, name: str) -> None:
+        contestant = self.contestants.pop(name)
+        if isinstance(contestant, self.omni):
+            contestant.close()
+
+    def forget(self) -> None:
+        """Forget everything of the session."""
+        for name in list(self.contestants):
+            self.close(name)
+        self.job = None
+        gc.collect()
+
+    def block(self, name: str, *arguments: Any) -> Block:
+        result: Block = self.contestants[name].block(*arguments)
+        return result
+
+    def reasons(self, name: str) -> list[tuple[int, tuple[int, ...], str]]:
+        """Every plan OmniLearn decided on: the step from which it held, the batches, why."""
+        return list(self.contestants[name].reasons)
+
+    def curve(self, sizes: list[list[int]], repeats: int, seconds: float) -> list[tuple[int, float]]:
+        return list(type(self).local_steps(self._job, sizes[self.rank], repeats, seconds))
 
 
 def serve(member: Callable[[int, int], Any]) -> None:

@@ -20,7 +20,8 @@ from omnilearn.bench.block import Block
 from omnilearn.bench.tf_workloads import Workload
 from omnilearn.control import Policy
 from omnilearn.tensorflow import OmniLearn
-from omnilearn.tensorflow.world import Group, World, reduce_sum
+from omnilearn.tensorflow.collectives import Group, reduce_sum
+from omnilearn.tensorflow.world import World
 
 TIMEOUT = 120.0
 """Seconds after which a peer that does not answer ends the benchmark."""

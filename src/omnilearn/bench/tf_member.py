@@ -6,14 +6,12 @@ TensorFlow takes its number of threads once, before it computes anything: ``thre
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from typing import Any
 
 import tensorflow as tf
 
-from omnilearn.bench.block import Block
-from omnilearn.bench.service import named_policy, serve
+from omnilearn.bench.service import Member, serve
 from omnilearn.bench.tf_contestants import TIMEOUT, Job, Omni, Plain, local_steps
 from omnilearn.bench.tf_workloads import workload
 from omnilearn.cluster.resources import cores
@@ -24,12 +22,12 @@ POOL = 4
 """Global batches of data that are held."""
 
 
-class Member:
+class Worker(Member):
+    omni, local_steps = Omni, local_steps
+
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self._world: World | None = None
-        self.job: Job | None = None
-        self.contestants: dict[str, Any] = {}
 
     def ready(self, device: str) -> dict[str, Any]:
         """The first request: everything is imported when it is answered."""
@@ -49,40 +47,12 @@ class Member:
         return smallest_batch(what.model())
 
     def end(self) -> None:
-        """Forget everything of the session."""
-        for name in list(self.contestants):
-            self.close(name)
-        self.job = None
+        self.forget()
         tf.keras.backend.clear_session()
-        gc.collect()
-
-    @property
-    def _job(self) -> Job:
-        assert self.job is not None, "begin a session first"
-        return self.job
 
     def open_plain(self, name: str, options: dict[str, Any]) -> None:
         self.contestants[name] = Plain(self._job, **options)
 
-    def open_omni(self, name: str, steps: int, policy: str, options: dict[str, Any]) -> None:
-        self.contestants[name] = Omni(self._job, steps, named_policy(policy), **options)
-
-    def close(self, name: str) -> None:
-        contestant = self.contestants.pop(name)
-        if isinstance(contestant, Omni):
-            contestant.close()
-
-    def block(self, name: str, *arguments: Any) -> Block:
-        result: Block = self.contestants[name].block(*arguments)
-        return result
-
-    def reasons(self, name: str) -> list[tuple[int, tuple[int, ...], str]]:
-        """Every plan OmniLearn decided on: the step from which it held, the batches, why."""
-        return list(self.contestants[name].reasons)
-
-    def curve(self, sizes: list[list[int]], repeats: int, seconds: float) -> list[tuple[int, float]]:
-        return list(local_steps(self._job, sizes[self.rank], repeats, seconds))
-
 
 if __name__ == "__main__":
-    serve(Member)
+    serve(Worker)

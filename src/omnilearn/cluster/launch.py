@@ -123,12 +123,14 @@ def _remember_stderrs(logs_specs: Any) -> dict[int, str]:
 def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: str, where: str) -> int:
     """Say which worker failed first and how; returns its status."""
 
-    def last_word(rank: int) -> int:
-        # Who fails because a peer did writes its traceback after that peer wrote its own.
+    def last_word(rank: int) -> tuple[bool, int]:
+        # Who fails because a peer did says so, and writes its traceback after that peer wrote its own.
+        path = stderrs.get(failures[rank].local_rank, "")
+        blames = _exception(_tail(path)).partition(":")[0].endswith("PeerFailure")
         try:
-            return os.stat(stderrs[failures[rank].local_rank]).st_mtime_ns
-        except (KeyError, OSError):
-            return 0
+            return blames, os.stat(path).st_mtime_ns
+        except OSError:
+            return blames, 0
 
     ended_by_us = {rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGTERM}
     order = sorted(set(failures) - ended_by_us or ended_by_us, key=last_word)

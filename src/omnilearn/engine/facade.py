@@ -14,6 +14,7 @@ from typing import Any
 from omnilearn import __version__, control
 from omnilearn.cluster import resources
 from omnilearn.control import Plan, Policy, Problem
+from omnilearn.engine.source import Source
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.observe import EventLog, Tracker, track
 
@@ -67,6 +68,8 @@ class Facade(ABC):
         self._events = EventLog(self.log_dir, self.rank)
         self._tracking = contextlib.ExitStack()
         self._listeners: list[Callable[[Plan, int], None]] = []
+        self._sources: list[Any] = []  # of training batches: the one last made
+        self._restored: dict[str, Any] | None = None  # a position in the data, for the next source
         self._write_run(mode, options)
 
     def _write_run(self, mode: str, options: dict[str, Any]) -> None:
@@ -109,6 +112,14 @@ class Facade(ABC):
         return plan
 
     @property
+    def epoch(self) -> int:
+        """The epoch that is under way or comes next; after ``load`` the one to continue with."""
+        if self._sources:
+            source = self._sources[-1]
+            return int(source.sampler.epoch if source is self._prepared("epoch").source else source.epoch)
+        return int(self._restored["epoch"]) if self._restored else 0
+
+    @property
     def batch(self) -> int:
         """This worker's batch in the plan (0: parked)."""
         return self.plan.batches[self.rank]
@@ -142,7 +153,23 @@ class Facade(ABC):
             )
         return self._engine
 
+    def _adopt(self, source: Source, size: int | None, shuffle: bool | None) -> None:
+        """Train from this source: the same on all ranks, at a restored position or in the next epoch."""
+        self._world.agree("datasets", {"number of samples": size, "shuffle": shuffle})
+        source.horizon = max(self._world.gather(source.prefetch))
+        if self._restored is not None:
+            source.restore(self._restored)
+            self._restored = None
+        elif self._sources:  # one made in every epoch: the next order, not the first one again
+            source.restore(source.sampler.state_dict() | {"epoch": self._sources[-1].epoch})
+        self._sources[:] = [source]
+
     # Checkpoints
+
+    @property
+    def _position(self) -> dict[str, int] | None:
+        """Where training is in its data, for a checkpoint."""
+        return self._sources[-1].sampler.state_dict() if self._sources else None
 
     def _policy_facts(self) -> dict[str, Any]:
         """The controller's part of a checkpoint."""
@@ -153,7 +180,7 @@ class Facade(ABC):
         }
 
     def _resume(self, saved: dict[str, Any], position: dict[str, Any] | None) -> None:
-        """Go on with the saved plan where it is for as many workers, and with the saved step."""
+        """Go on with the saved plan where it is for as many workers, and at the saved position."""
         engine = self._engine
         if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
             restored = self._policy.restore(engine.planner.problem, saved)
@@ -162,6 +189,15 @@ class Facade(ABC):
             engine.planner.reset(engine.planner.state, position["step"])
         if position:
             engine.step = position["step"]
+            if self._sources:
+                self._sources[-1].restore(position)
+            else:
+                self._restored = position
+
+    def _tell_checkpoint(self, what: str, folder: str | os.PathLike[str], step: int | None = None) -> None:
+        if step is None:
+            step = self._sources[-1].sampler.step if self._sources else self._engine.step
+        self._events.write("checkpoint", what=what, step=step, path=os.fspath(folder))
 
     # The end
 

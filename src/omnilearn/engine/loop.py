@@ -9,25 +9,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from omnilearn.data import Sampler, Share
+from omnilearn.data import Share
 from omnilearn.engine.peers import Peers
 from omnilearn.engine.planner import Planner, Stop
 from omnilearn.engine.progress import Progress
+from omnilearn.engine.source import Source
 from omnilearn.errors import UsageError
 from omnilearn.observe import EventLog
 
 Workers = tuple[int, ...]
-
-
-class Source(Protocol):
-    """Where the batches of a loop come from."""
-
-    sampler: Sampler
-    horizon: int
-
-    def __len__(self) -> int: ...
 
 
 class SyncLoop(ABC):
@@ -65,6 +57,9 @@ class SyncLoop(ABC):
     def restart_clock(self) -> None:
         """What came before does not count as this worker's busy time."""
 
+    def check_late(self) -> None:  # noqa: B027 (most have nothing to say)
+        """Raise what is known of the last steps only now, at the end of a loop. All ranks that took part do."""
+
     # Who takes part
 
     @property
@@ -94,7 +89,7 @@ class SyncLoop(ABC):
             sampler.load_state_dict(sampler.state_dict() | {"step": self.step})
         sampler.schedule(self.planner.plan.batches, sampler.step)
         if self.world.is_main and self.events:
-            self.events.write("epoch", epoch=sampler.epoch, step=sampler.step, steps=len(source))
+            self.events.write("epoch", epoch=sampler.epoch, step=sampler.step, steps=source.steps)
 
     def begin_step(self, source: Source) -> bool:
         """False: the others have left the loop."""
@@ -123,15 +118,12 @@ class SyncLoop(ABC):
         self.planner.record(share.sizes, took_part=False)
         source.sampler.consumed(share)
 
-    def hand_out(self, share: Share) -> None:
+    def begin_share(self, share: Share) -> None:
+        """The user gets (the first piece of) this share."""
         self.share, self.done = share, False
 
-    def take_back(self, source: Source, share: Share) -> None:
-        if not self.done:
-            raise UsageError(
-                f"omni.step(…) was not called for the last batch (step {share.step}): every batch needs it exactly "
-                f"once, or the other workers wait for this one's gradient"
-            )
+    def end_share(self, source: Source, share: Share) -> None:
+        """The user is through with it."""
         self.planner.record(share.sizes, True, self._data, self.loss)
         source.sampler.consumed(share)
         self._progress.write(share.step + 1)
@@ -141,6 +133,7 @@ class SyncLoop(ABC):
         """False: the others have left the loop."""
         if not self._all_here(source):
             return False
+        self.check_late()
         self._end_loop()
         self.share_with_parked()
         return True
@@ -161,6 +154,7 @@ class SyncLoop(ABC):
         source, self._left = self._left, None
         if source is None:
             return
+        self.check_late()
         if self.parked:
             self.planner.leave(source.sampler, source.horizon)
         self.share_with_parked()

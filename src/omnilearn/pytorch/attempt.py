@@ -18,8 +18,8 @@ from omnilearn.pytorch import checkpoint, micro
 from omnilearn.pytorch.memory import is_out_of_memory
 
 if TYPE_CHECKING:
+    from omnilearn.engine.source import Piece
     from omnilearn.pytorch.engine import SyncEngine
-    from omnilearn.pytorch.loader import Piece
 
 REST = 8
 """The part left for the end, where a new size is tried, is an eighth."""

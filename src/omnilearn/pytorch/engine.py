@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import nn
 
 from omnilearn.control import Plan, Policy, Problem
-from omnilearn.data import Share
-from omnilearn.engine.planner import Planner, Stop
-from omnilearn.engine.progress import Progress
+from omnilearn.engine.loop import SyncLoop, Workers
+from omnilearn.engine.planner import Planner
+from omnilearn.engine.source import Piece, Source
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock, later
 from omnilearn.pytorch.finite import Finite
-from omnilearn.pytorch.loader import Piece, StreamLoader, TrainLoader
-from omnilearn.pytorch.membership import Membership, Workers
+from omnilearn.pytorch.loader import TrainLoader
+from omnilearn.pytorch.membership import Membership
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError
 from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
 from omnilearn.pytorch.shortage import Shortage
@@ -41,8 +41,10 @@ class NonFiniteError(OmniLearnError, ArithmeticError):
     """The gradient of a step is not finite. Raised on all ranks alike."""
 
 
-class SyncEngine:
+class SyncEngine(SyncLoop):
     """Drives the loop from inside ``loader``, ``backward`` and ``optimizer.step``."""
+
+    world: World
 
     def __init__(
         self,
@@ -59,20 +61,19 @@ class SyncEngine:
         on_plan: Callable[[Plan, int], None],
         events: EventLog | None = None,
     ) -> None:
-        self.world, self.rank = world, world.rank
         self.module, self.optimizer, self.others = module, optimizer, others
         self.clock = Clock(world.device)
-        self.events = events or EventLog(None, world.rank)
+        events = events or EventLog(None, world.rank)
         self.memory = Memory(
             world.device,
-            most=None if problem.micro is None else int(problem.micro[self.rank]),
+            most=None if problem.micro is None else int(problem.micro[world.rank]),
             minimum=smallest_batch(module),
             fixed=world.size > 1 and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
         )
         domain = self.memory.domain
         self.memory.sharers = world.gather(domain).count(domain)
-        self.shortage = Shortage(self.rank, self.memory, self.events)
-        self.planner = Planner(world, self.clock, policy, problem, on_plan, self.events, self.memory)
+        self.shortage = Shortage(world.rank, self.memory, events)
+        super().__init__(world, Planner(world, self.clock, policy, problem, on_plan, events, self.memory), events)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
@@ -84,18 +85,11 @@ class SyncEngine:
         self.piece: Piece | None = None  # the micro-batch in the user's hands
         self._broken_off: Piece | None = None  # the one at which a loop was left early
         world.explain = self._explain
-        self.loader: TrainLoader | None = None  # the training loop under way
-        self.step = 0  # steps done before the loop under way, over all loaders
-        self._left: TrainLoader | None = None  # a loop the user broke out of, which the parked do not know yet
         self._backwards = 0  # of the current micro-batch
-        self._complete = False  # the gradient of the whole step is there
         self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
         self._check = Finite(module, every_time=nonfinite == "skip")
-        self._progress = Progress()
-        self._told: torch.Tensor | None = None  # the loss for the events
-        self._asked = self._data = 0.0  # when samples were last asked for; seconds this step waited for them
         optimizer._step_supports_amp_scaling = False  # a GradScaler decides before a step
         gate(optimizer, "step", self._may_step, self._stepped)
         gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
@@ -104,60 +98,29 @@ class SyncEngine:
                 if hasattr(other, method):
                     gate(other, method, lambda: not self.accumulating, self._stepped if method == "update" else None)
 
+    # Who takes part
+
+    def form(self, workers: Workers) -> None:
+        self.membership.enter(workers)
+
+    def hand_over(self, source: int, targets: Sequence[int]) -> None:
+        self.membership.hand_over(source, targets)
+
+    def restart_clock(self) -> None:
+        self.clock.restart()
+
     # What the loader calls
 
-    def begin_epoch(self, loader: TrainLoader) -> None:
-        if self.loader is not None:
-            raise UsageError("one training loop at a time: finish or break the loop under way first")
-        self.settle()
-        self.loader, loader.cut = loader, self.memory.cut
-        self.clock.restart()
-        if loader.sampler.step != self.step:  # another loader was in use meanwhile
-            loader.sampler.load_state_dict(loader.sampler.state_dict() | {"step": self.step})
-        loader.sampler.schedule(self.planner.plan.batches, loader.sampler.step)
-        if self.world.is_main and self.events:
-            steps = None if isinstance(loader, StreamLoader) else len(loader)
-            self.events.write("epoch", epoch=loader.sampler.epoch, step=loader.sampler.step, steps=steps)
+    def begin_epoch(self, source: Source) -> None:
+        super().begin_epoch(source)
+        assert isinstance(source, TrainLoader)
+        source.cut = self.memory.cut
 
-    def begin_step(self, loader: TrainLoader) -> bool:
-        idle = bool(self.membership.active) and not self.membership.takes_part
-        goes_on = self._goes_on(loader, self.planner.tick(loader.sampler, loader.horizon, idle))
-        self._data, self._asked = 0.0, time.perf_counter()
-        return goes_on
-
-    def enter(self, loader: TrainLoader, share: Share) -> bool:
-        self._data = time.perf_counter() - self._asked
-        active = tuple(k for k, size in enumerate(share.sizes) if size)
-        if active == self.membership.active:
-            return True
-        if not self._all_here(loader):
-            return False
-        self.membership.enter(active)
-        self.clock.restart()
-        return True
-
-    def _all_here(self, loader: TrainLoader) -> bool:
-        """Whether the loop goes on. The parked run ahead, and must not do alone what they do with the others."""
-        if not self.membership.parked:
-            return True
-        return self._goes_on(loader, self.planner.confirm(loader.sampler, loader.horizon))
-
-    def _goes_on(self, loader: TrainLoader, stop: Stop | None) -> bool:
-        if stop is not None:
-            position = loader.sampler.state_dict() | {"step": stop.step, "offset": stop.offset}
-            loader.sampler.load_state_dict(position)
-            self._end_loop()
-            self._share_with_parked()
-        return stop is None
-
-    def sit_out(self, loader: TrainLoader, share: Share) -> None:
-        self.planner.record(share.sizes, took_part=False)
-        loader.sampler.consumed(share)
-
-    def hand_out(self, loader: TrainLoader, piece: Piece) -> None:
+    def hand_out(self, piece: Piece) -> None:
         self.piece, self._backwards = piece, 0
         if piece.first:
-            self._complete, self.weight, self._own_weights = False, 0.0, False
+            self.begin_share(piece.share)
+            self.weight, self._own_weights = 0.0, False
             if not piece.last:
                 self.shortage.cut(piece)
         else:
@@ -167,7 +130,7 @@ class SyncEngine:
             self.memory.begin(piece.samples)
         self.model.used()
 
-    def take_back(self, loader: TrainLoader, piece: Piece) -> None:
+    def take_back(self, source: Source, piece: Piece) -> None:
         if not self._backwards:
             raise UsageError(
                 f"omni.backward(loss) was not called for the last batch (step {piece.share.step}): every batch needs "
@@ -175,46 +138,25 @@ class SyncEngine:
                 f"out of memory)"
             )
         if piece.last:
-            self.planner.record(piece.share.sizes, True, self._data, self._told)
-            loader.sampler.consumed(piece.share)
-            self._progress.write(piece.share.step + 1)
+            self.end_share(source, piece.share)
         self.piece, self._asked = None, time.perf_counter()
 
-    def end_epoch(self, loader: TrainLoader) -> bool:
-        if not self._all_here(loader):
-            return False
-        self._check_late()
-        self._end_loop()
-        self._share_with_parked()
-        return True
-
-    def leave(self, loader: TrainLoader) -> None:
-        """The loop was left early: by a break, on all workers that took part, or by an error, on this one alone.
-
-        The two look the same from here, so nothing is said to the others yet.
-        """
-        if self.piece is not None and self._complete:
-            self.planner.record(self.piece.share.sizes, True, self._data, self._told)
-            loader.sampler.consumed(self.piece.share)
+    def leave(self, source: Source) -> None:
         self.memory.abandon()
         self._broken_off = self.piece
-        self._end_loop()
-        self._left = loader
+        super().leave(source)
 
     def settle(self) -> None:
-        """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
-        loader, self._left, self._broken_off = self._left, None, None
-        if loader is None:
-            return
-        self._check_late()
-        if self.membership.parked:
-            self.planner.leave(loader.sampler, loader.horizon)
-        self._share_with_parked()
+        self._broken_off = None
+        super().settle()
+
+    def check_late(self) -> None:
+        if (bad := self._check.outstanding()) is not None:
+            self._not_finite(*bad)
 
     def _end_loop(self) -> None:
-        if self.loader is not None:
-            self.step = self.loader.sampler.step
-        self.piece = self.loader = None
+        super()._end_loop()
+        self.piece = None
 
     # What the user calls
 
@@ -270,7 +212,7 @@ class SyncEngine:
         elif self._own_weights != (weight is not None):
             raise UsageError("backward() must get a weight for all micro-batches of a step or for none")
         counts = samples if weight is None else float(weight)
-        factor = counts * self.membership.count / self.piece.share.total
+        factor = counts * len(self.active) / self.piece.share.total
         scaled = loss if factor == 1 else loss * factor
         if last:
             self._reduced = self._reduce_weight(counts) if self._own_weights and self.overlapping else None
@@ -291,9 +233,9 @@ class SyncEngine:
             if self._own_weights:
                 reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
         # Before the clock's mark: it is there when the step's time is read.
-        self._told = later(self._loss) if self.events else None
+        self.loss = later(self._loss) if self.events else None
         self.clock.reduced()
-        self._complete = True
+        self.done = True
 
     def _reduce_weight(self, more: float = 0.0) -> tuple[torch.Tensor, Any]:
         """The sum of all workers' weights, on its way while gradients are computed."""
@@ -309,7 +251,7 @@ class SyncEngine:
         """
         members = self.membership
         used = [p.grad is not None for p in self.module.parameters() if p.requires_grad]
-        everywhere = self.world.gather((used, failure), members.talk(members.active)) if members.group else []
+        everywhere = self.world.gather((used, failure), members.talk(self.active)) if members.group else []
         for message in [failure, *(theirs for _, theirs in everywhere)]:
             if message is not None:
                 raise OutOfMemoryError(message)
@@ -337,8 +279,8 @@ class SyncEngine:
         return self._finite()
 
     def _stepped(self) -> None:
-        if self.piece is not None and self.loader is not None and self._complete:
-            self.loader.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
+        if self.piece is not None and self.source is not None and self.done:
+            self.source.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
 
     def _finite(self) -> bool:
         """Whether the step may be done, as far as its gradient is concerned: the same on all ranks."""
@@ -347,16 +289,12 @@ class SyncEngine:
         bad = self._check.check(self.piece.share.step, self._loss)
         return bad is None or self._not_finite(*bad)
 
-    def _check_late(self) -> None:
-        if (bad := self._check.outstanding()) is not None:
-            self._not_finite(*bad)
-
     def _not_finite(self, step: int, loss: torch.Tensor) -> bool:
         """Raise, or say that the step is left out: False."""
-        group = self.membership.talk(self.membership.active)
+        group = self.membership.talk(self.active)
         losses = self.world.gather(float(loss), group) if group is not None else [float(loss)]
-        told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.membership.active, losses, strict=True))
-        if self.rank == self.membership.active[0]:
+        told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.active, losses, strict=True))
+        if self.rank == self.active[0]:
             self.events.write("fault", step=step, what="non-finite gradient", then=self.nonfinite, detail=told)
         if self.nonfinite == "raise":
             raise NonFiniteError(
@@ -368,10 +306,6 @@ class SyncEngine:
         return False
 
     # State
-
-    def participants(self) -> Workers:
-        """Who runs the user's code now: those who take part in the step under way, outside of the loop everybody."""
-        return self.membership.active if self.loader is not None else self.membership.everybody
 
     def pack(self) -> dict[str, Any]:
         return {
@@ -403,8 +337,8 @@ class SyncEngine:
 
     def share_buffers(self) -> None:
         """Buffers (BatchNorm's running statistics) averaged over those who took part, so that all have the same."""
-        workers, buffers = self.membership.active, [b for b in self.module.buffers() if b.numel()]
-        if len(workers) < 2 or not buffers or not self.membership.takes_part:
+        workers, buffers = self.active, [b for b in self.module.buffers() if b.numel()]
+        if len(workers) < 2 or not buffers or not self.takes_part:
             return
         group = self.membership.talk(workers)
         with self.world.naming_the_culprit("averaging buffers"):
@@ -412,9 +346,3 @@ class SyncEngine:
                 value = buffer.detach().to("cpu", torch.float64)
                 dist.all_reduce(value, group=group)
                 buffer.copy_((value / len(workers)).to(buffer.dtype))
-
-    def _share_with_parked(self) -> None:
-        """At the end of a loop all ranks have the same model, the parked too."""
-        self.share_buffers()
-        if self.membership.parked:
-            self.membership.hand_over(self.membership.active[0], self.membership.parked)

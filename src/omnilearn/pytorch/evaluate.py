@@ -32,7 +32,7 @@ class EvalLoader:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise InfeasibleError(f"{type(dataset).__name__} has no length: evaluation needs a map-style dataset")
         self._engine, self._dataset, self._device = engine, dataset, device
-        self._batch_size = batch_size or max(1, global_batch // len(engine.membership.everybody))
+        self._batch_size = batch_size or max(1, global_batch // len(engine.everybody))
         options.setdefault("pin_memory", device.type == "cuda")
         self._feed = _Feed(self)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._feed, **options)
@@ -41,7 +41,7 @@ class EvalLoader:
         """The samples of this worker."""
         engine, planner = self._engine, self._engine.planner
         return evaluation.part(
-            engine.rank, engine.participants(), len(self._dataset), self._batch_size, planner.state, planner.problem
+            engine.rank, engine.participants, len(self._dataset), self._batch_size, planner.state, planner.problem
         )
 
     def __len__(self) -> int:

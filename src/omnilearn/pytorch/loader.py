@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import accumulate, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,70 +20,31 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from omnilearn.data import Sampler, Share
 from omnilearn.data.cut import Cut
+from omnilearn.engine.source import Engine, Piece, Source
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch import micro
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One micro-batch of a share. A share that is not cut has one; an empty share has one with no samples."""
-
-    share: Share
-    samples: int
-    first: bool
-    last: bool
-
-
-class Engine(Protocol):
-    """What a training loader needs of the engine that drives it."""
-
-    rank: int
-
-    def begin_epoch(self, loader: TrainLoader) -> None: ...
-    def begin_step(self, loader: TrainLoader) -> bool: ...
-    def enter(self, loader: TrainLoader, share: Share) -> bool: ...
-    def sit_out(self, loader: TrainLoader, share: Share) -> None: ...
-    def hand_out(self, loader: TrainLoader, piece: Piece) -> None: ...
-    def take_back(self, loader: TrainLoader, piece: Piece) -> None: ...
-    def end_epoch(self, loader: TrainLoader) -> bool: ...
-    def leave(self, loader: TrainLoader) -> None: ...
-
-
-class TrainLoader:
-    """Iterate it once per epoch. ``len`` is the number of steps of an epoch, the same on all ranks."""
+class TrainLoader(Source):
+    """Batches of a map-style dataset."""
 
     def __init__(
         self, engine: Engine, sampler: Sampler, micro_batch: int | None, device: torch.device, **options: Any
     ) -> None:
-        self._engine, self.sampler, self._device = engine, sampler, device
-        self.cut: Callable[[int], list[int]] = partial(
-            _bounded, micro_batch
-        )  # a share's micro-batches; the engine may know better
-        self._pieces: deque[Piece] = deque()
-        self._fresh = True  # nothing of the current epoch was handed out yet, or it was restored
         self._generator: torch.Generator | None = None
         if options.get("generator") is None:
             # Its own: a DataLoader draws a seed for its workers, and resuming must not shift torch's.
             self._generator = options["generator"] = torch.Generator()
         self.dataloader = _data_loader(_Feed(self), options)
         workers = self.dataloader.num_workers
-        self.prefetch = workers * (self.dataloader.prefetch_factor or 0) if workers else 0
-        self.horizon = self.prefetch  # the engine raises it to the deepest of all ranks
+        super().__init__(engine, sampler, workers * (self.dataloader.prefetch_factor or 0) if workers else 0)
+        self._begin(micro_batch, device)
 
-    def __len__(self) -> int:
-        return self.sampler.steps
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration is (or the current one continues)."""
-        return self.sampler.epoch if self._fresh else self.sampler.epoch + 1
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position with the next iteration."""
-        self.sampler.load_state_dict(state)
-        self._fresh = True
-        if self.sampler.remaining_steps == 0:
-            self.sampler.next_epoch()
+    def _begin(self, micro_batch: int | None, device: torch.device) -> None:
+        self._device = device
+        # A share's micro-batches; the engine may know better.
+        self.cut: Callable[[int], list[int]] = partial(_bounded, micro_batch)
+        self._pieces: deque[Piece] = deque()
 
     def close(self) -> None:
         """End persistent workers."""
@@ -98,43 +58,15 @@ class TrainLoader:
                 self._pieces.append(Piece(share, len(part), first, last))
                 yield part
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self._fresh:
-            self.sampler.next_epoch()
-        self._fresh = False
-        self._engine.begin_epoch(self)
+    def _fetch(self) -> Generator[tuple[Piece, Any]]:
         self._pieces.clear()
         if self._generator is not None:  # what DataLoader workers draw depends on the epoch, not on the history
             self._generator.manual_seed(_mixed(self.sampler.seed, self._engine.rank, self.sampler.epoch))
-        batches = iter(self.dataloader)
-        try:
-            while self._engine.begin_step(self):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                piece = self._pieces.popleft()
-                if not self._engine.enter(self, piece.share):
-                    return  # the others have left
-                if not piece.samples:
-                    self._engine.sit_out(self, piece.share)
-                    continue
-                while True:
-                    self._engine.hand_out(self, piece)
-                    yield to_device(batch, self._device)
-                    self._engine.take_back(self, piece)
-                    if piece.last:
-                        break
-                    batch = next(batches)
-                    piece = self._pieces.popleft()
-            else:
-                return  # the others have left
-        except GeneratorExit:
-            self._engine.leave(self)
-            raise
-        if self._engine.end_epoch(self):
-            self.sampler.next_epoch()
-            self._fresh = True
+        for batch in self.dataloader:
+            yield self._pieces.popleft(), batch
+
+    def _deliver(self, batch: Any) -> Any:
+        return to_device(batch, self._device)
 
 
 def _bounded(micro_batch: int | None, samples: int) -> list[int]:
@@ -229,13 +161,15 @@ class StreamLoader(TrainLoader):
             options.pop("dataset"), batch_size=None, collate_fn=_as_is, **options
         )
         # The sampler only keeps the position and the plans; the stream has no known size.
-        self._engine, self._device, self.cut = engine, device, partial(_bounded, micro_batch)
-        self.sampler = Sampler(2**62, batches, minimum=minimum, shuffle=False)
-        self._pieces, self._fresh = deque(), True
-        self.prefetch = self.horizon = 0
+        Source.__init__(self, engine, Sampler(2**62, batches, minimum=minimum, shuffle=False), 0)
+        self._begin(micro_batch, device)
 
     def __len__(self) -> int:
         raise TypeError("an IterableDataset has no length")
+
+    @property
+    def steps(self) -> None:
+        return None
 
     def restore(self, state: Mapping[str, int]) -> None:
         self.sampler.load_state_dict(state)

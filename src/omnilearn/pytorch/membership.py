@@ -1,8 +1,8 @@
 """Who takes part in a step. The one seam: nothing else in the engine knows about groups.
 
-Every rank walks through the same steps and calls ``enter`` with the set of workers of each; where the set changes, the
-members form a group (kept for the next time), those who come back receive the state of one who was there, and the
-model is wrapped anew for its group. A set of one worker reduces nothing and has no group.
+Every rank walks through the same steps and calls ``enter`` where the set of workers changes: the members form a group
+(kept for the next time), and the model is wrapped anew for it. Those who come back receive the state of one who was
+there. A set of one worker reduces nothing and has no group.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from omnilearn.engine.loop import Workers
 from omnilearn.pytorch import reduction
 from omnilearn.pytorch.world import World
 
@@ -27,8 +28,6 @@ CHUNK = 4 * 2**20
 BUFFERS_IN_FORWARD = "forward_sync_buffers"  # torch 2.13's new name for it
 if BUFFERS_IN_FORWARD not in inspect.signature(DistributedDataParallel.__init__).parameters:
     BUFFERS_IN_FORWARD = "broadcast_buffers"
-
-Workers = tuple[int, ...]
 
 
 class Membership:
@@ -61,18 +60,9 @@ class Membership:
     def takes_part(self) -> bool:
         return self._world.rank in self.active
 
-    @property
-    def parked(self) -> Workers:
-        """Those who wait until they are called back (nobody, before the first step)."""
-        return tuple(rank for rank in self.everybody if rank not in self.active) if self.active else ()
-
     def enter(self, active: Workers) -> None:
         """Make ``active`` the set of workers. Called by all ranks at the same step, where it changes."""
-        before, self.active = self.active, active
-        self.wrapped = None
-        joining = [rank for rank in active if rank not in before] if before else []
-        if joining:
-            self.hand_over(before[0], joining)
+        self.active, self.wrapped = active, None
         self._form(active)
         if self.takes_part:
             self.group = self._groups[active][0] if len(active) > 1 else None

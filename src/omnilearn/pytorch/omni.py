@@ -113,8 +113,6 @@ class OmniLearn(Facade):
                      "lease_timeout": lease_timeout}  # fmt: skip
         self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
-        self._loaders: list[TrainLoader] = []
-        self._restored: dict[str, Any] | None = None
 
     def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
         return World(device, timeout)
@@ -124,14 +122,6 @@ class OmniLearn(Facade):
     @property
     def device(self) -> torch.device:
         return self._world.device
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is under way or comes next; after ``load`` the one to continue with."""
-        if self._loaders:
-            loader = self._loaders[-1]
-            return loader.sampler.epoch if loader is self._prepared("epoch").loader else loader.epoch
-        return self._restored["sampler"]["epoch"] if self._restored else 0
 
     @property
     def accumulating(self) -> bool:
@@ -223,14 +213,7 @@ class OmniLearn(Facade):
             check_options(options, train=True)
             loader = self._train_loader(engine, data, bool(shuffle), options)
         size = None if isinstance(loader, StreamLoader) else loader.sampler.size
-        self._world.agree("datasets", {"number of samples": size, "shuffle": shuffle})
-        loader.horizon = max(self._world.gather(loader.prefetch))
-        if self._restored is not None:
-            loader.restore(self._restored["sampler"])
-            self._restored = None
-        elif self._loaders:  # one made in every epoch: the next order, not the first one again
-            loader.restore(loader.sampler.state_dict() | {"epoch": self._loaders[-1].epoch})
-        self._loaders[:] = [loader]
+        self._adopt(loader, size, shuffle)
         return loader
 
     def _train_loader(self, engine: SyncEngine, data: Any, shuffle: bool, options: dict[str, Any]) -> TrainLoader:
@@ -304,7 +287,7 @@ class OmniLearn(Facade):
         total = torch.cat(
             [(tensor * weight if weight else torch.zeros_like(tensor)).reshape(-1), torch.tensor([float(weight)])]
         )
-        group = engine.membership.talk(engine.participants())
+        group = engine.membership.talk(engine.participants)
         if group is not None:
             with self._world.naming_the_culprit("averaging a value"):
                 dist.all_reduce(total, group=group)
@@ -322,11 +305,11 @@ class OmniLearn(Facade):
         that all machines see where parking may happen). A crash while saving never harms the checkpoint before it.
         """
         engine = self._prepared("save()")
-        if engine.accumulating or (engine.piece is not None and engine._backwards and not engine._complete):
+        if engine.accumulating or (engine.piece is not None and engine._backwards and not engine.done):
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
         engine.settle()
         engine.share_buffers()
-        workers = engine.participants()
+        workers = engine.participants
         group = engine.membership.talk(workers)
         states = self._world.gather(checkpoint.random_state(self.device), group) if group is not None else [
             checkpoint.random_state(self.device)
@@ -335,7 +318,7 @@ class OmniLearn(Facade):
         if self.rank == workers[0]:
             state = {
                 **engine.pack(),
-                "sampler": self._loaders[-1].sampler.state_dict() if self._loaders else None,
+                "sampler": self._position,
                 "policy": self._policy_facts(),
                 "random": {int(rank): state for rank, state in zip(workers, states, strict=True)},
                 "global_batch": self.global_batch,
@@ -350,8 +333,7 @@ class OmniLearn(Facade):
         for message in filter(None, errors):
             raise UsageError(message)
         if self.rank == workers[0]:
-            step = self._loaders[-1].sampler.step if self._loaders else engine.step
-            self._events.write("checkpoint", what="saved", step=step, path=os.fspath(folder))
+            self._tell_checkpoint("saved", folder)
         # A continued run begins with a new wrapper, whose first step adds up in another order: this run does the same.
         engine.membership.wrap()
 
@@ -362,7 +344,7 @@ class OmniLearn(Facade):
         (with a policy whose plans do not depend on timings); on another number it goes on with the next samples.
         """
         engine = self._prepared("load()")
-        if engine.loader is not None:
+        if engine.source is not None:
             raise UsageError("load() inside the training loop: call it before")
         engine.settle()
         state = self._receive(folder)
@@ -371,15 +353,9 @@ class OmniLearn(Facade):
             engine.membership.wrap()
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
-        position = state["sampler"]
-        self._resume(state["policy"], position)
-        if position:
-            if self._loaders:
-                self._loaders[-1].restore(position)
-            else:
-                self._restored = state
+        self._resume(state["policy"], state["sampler"])
         if self.is_main:
-            self._events.write("checkpoint", what="loaded", step=engine.step, path=os.fspath(folder))
+            self._tell_checkpoint("loaded", folder, engine.step)
         if self.rank in state["random"]:
             checkpoint.restore_random_state(state["random"][self.rank], self.device)
         return dict(state["extra"])
@@ -420,7 +396,7 @@ class OmniLearn(Facade):
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
         self._tracking.close()
-        for loader in self._loaders:
+        for loader in self._sources:
             loader.close()
         if self._engine is not None:
             self._engine.membership.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from omnilearn.engine.source import Piece
 from omnilearn.observe import EventLog
-from omnilearn.pytorch.loader import Piece
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError, is_out_of_memory
 
 log = logging.getLogger("omnilearn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ FILE = "checkpoint.npz"
 VERSION = 1
 
 
-def write(folder: str | os.PathLike[str], arrays: list[Any], facts: dict[str, Any]) -> Path:
+def write(folder: str | os.PathLike[str], variables: Sequence[Any], facts: dict[str, Any]) -> Path:
     """Write so that a crash at any moment leaves the previous checkpoint or the new one whole."""
+    arrays = [np.asarray(variable.numpy()) for variable in variables]
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{FILE}.tmp"  # what a crash leaves is overwritten the next time
@@ -39,7 +41,21 @@ def write(folder: str | os.PathLike[str], arrays: list[Any], facts: dict[str, An
     return path
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[list[tuple[str, list[int], bytes]], dict[str, Any]]:
+def read_into(folder: str | os.PathLike[str], variables: Sequence[Any]) -> dict[str, Any]:
+    """Give the variables the values that were saved. Returns the facts."""
+    arrays, facts = _read(folder)
+    have = [np.asarray(variable.numpy()) for variable in variables]
+    if [(str(array.dtype), list(array.shape)) for array in have] != [(kind, shape) for kind, shape, _ in arrays]:
+        raise UsageError(
+            f"the checkpoint in {folder} does not fit this model and optimizer: it has {len(arrays)} arrays, these "
+            f"have {len(have)}, or their shapes differ"
+        )
+    for variable, array, (_, shape, data) in zip(variables, have, arrays, strict=True):
+        variable.assign(np.frombuffer(data, dtype=array.dtype).reshape(shape))
+    return facts
+
+
+def _read(folder: str | os.PathLike[str]) -> tuple[list[tuple[str, list[int], bytes]], dict[str, Any]]:
     """The arrays as (type, shape, bytes), and the facts."""
     path = Path(folder) / FILE
     if not path.is_file():

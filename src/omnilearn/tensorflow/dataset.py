@@ -8,8 +8,9 @@ batches is left to the engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import keras
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from omnilearn.data import Permutation, Sampler, Share
-from omnilearn.engine.loop import SyncLoop
+from omnilearn.engine.source import Engine, Piece, Source
 from omnilearn.errors import InfeasibleError, UsageError
 
 AHEAD = 2
@@ -203,89 +204,36 @@ def _ancestors(data: Any) -> Iterator[Any]:
         yield from _ancestors(parent)
 
 
-class TrainDataset:
-    """Iterate it once per epoch. ``len`` is the number of steps of an epoch, the same on all ranks."""
+class TrainDataset(Source):
+    """Batches of any kind of samples, some of them fetched ahead where fetching takes time."""
 
-    def __init__(self, engine: SyncLoop, samples: Samples, sampler: Sampler) -> None:
-        self._engine, self._samples, self.sampler = engine, samples, sampler
-        self._fresh = True  # nothing of the current epoch was handed out yet, or it was restored
-        self.prefetch = samples.ahead
-        self.horizon = self.prefetch  # raised to the deepest of all ranks
+    def __init__(self, engine: Engine, samples: Samples, sampler: Sampler) -> None:
+        super().__init__(engine, sampler, samples.ahead)
+        self._samples = samples
 
-    def __len__(self) -> int:
-        return self.sampler.steps
+    def _fetch(self) -> Generator[tuple[Piece, Any]]:
+        pool = ThreadPoolExecutor(1, "omnilearn-fetch") if self.prefetch else None
+        try:
+            queue: deque[tuple[Share, Any]] = deque()
+            for share in self.sampler.shares(self._engine.rank):
+                queue.append((share, self._begin(share, pool)))
+                if len(queue) > self.prefetch:
+                    yield _whole(*queue.popleft())
+            while queue:
+                yield _whole(*queue.popleft())
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration is (or the current one continues)."""
-        return self.sampler.epoch if self._fresh else self.sampler.epoch + 1
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position with the next iteration."""
-        self.sampler.load_state_dict(state)
-        self._fresh = True
-        if self.sampler.remaining_steps == 0:
-            self.sampler.next_epoch()
-
-    def __iter__(self) -> Iterator[Any]:
-        engine = self._engine
-        if not self._fresh:
-            self.sampler.next_epoch()
-        self._fresh = False
-        engine.begin_epoch(self)
-        with _Fetcher(self._samples, self.sampler.shares(engine.rank), self.prefetch) as fetcher:
-            try:
-                while engine.begin_step(self):
-                    fetched = fetcher.next()
-                    if fetched is None:
-                        break
-                    share, batch = fetched
-                    if not engine.enter(self, share):
-                        return  # the others have left
-                    if batch is None:
-                        engine.sit_out(self, share)
-                        continue
-                    engine.hand_out(share)
-                    yield batch()
-                    engine.take_back(self, share)
-                else:
-                    return  # the others have left
-            except GeneratorExit:
-                engine.leave(self)
-                raise
-        if engine.end_epoch(self):
-            self.sampler.next_epoch()
-            self._fresh = True
-
-
-class _Fetcher:
-    """Shares and their batches, some of them fetched ahead."""
-
-    def __init__(self, samples: Samples, shares: Iterator[Share], ahead: int) -> None:
-        self._samples, self._shares, self._ahead = samples, shares, ahead
-        self._queue: deque[tuple[Share, Any]] = deque()
-        self._pool = ThreadPoolExecutor(1, "omnilearn-fetch") if ahead else None
-
-    def __enter__(self) -> _Fetcher:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def next(self) -> tuple[Share, Any] | None:
-        """The next share, and a function that gives its batch (None: it is empty)."""
-        while len(self._queue) <= self._ahead and (share := next(self._shares, None)) is not None:
-            self._queue.append((share, self._begin(share)))
-        return self._queue.popleft() if self._queue else None
-
-    def _begin(self, share: Share) -> Any:
+    def _begin(self, share: Share, pool: ThreadPoolExecutor | None) -> Callable[[], Any]:
         if not len(share.indices):
-            return None
-        if self._pool is None:
-            return lambda: self._samples.fetch(share.indices, share.epoch)
-        future: Future[Any] = self._pool.submit(self._samples.fetch, share.indices, share.epoch)
-        return future.result
+            return lambda: None
+        fetch = partial(self._samples.fetch, share.indices, share.epoch)
+        return fetch if pool is None else pool.submit(fetch).result
+
+
+def _whole(share: Share, batch: Callable[[], Any]) -> tuple[Piece, Any]:
+    return Piece(share, len(share.indices), first=True, last=True), batch()
 
 
 class EvalDataset:

@@ -20,9 +20,11 @@ import tensorflow as tf
 from omnilearn.control import Plan, Policy, Problem
 from omnilearn.engine.loop import SyncLoop, Workers
 from omnilearn.engine.planner import Planner, Timing
+from omnilearn.engine.source import Piece, Source
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.tensorflow.world import Group, World, reduce_sum
+from omnilearn.tensorflow.collectives import Group, reduce_sum
+from omnilearn.tensorflow.world import World
 
 log = logging.getLogger("omnilearn")
 
@@ -79,6 +81,7 @@ class SyncEngine(SyncLoop):
         super().__init__(world, Planner(world, self.clock, policy, problem, on_plan, events), events)
         self.model, self.optimizer = model, optimizer
         self.nonfinite, self.micro_batch, self.skipped = nonfinite, micro_batch, 0
+        self.updates = self.samples = 0
         optimizer.build(model.trainable_variables)
         # Not their paths: Keras numbers layers by how many were made before.
         world.agree("models", {f"variable {k} ({v.name})": (*v.shape, v.dtype) for k, v in enumerate(self.variables)})
@@ -145,6 +148,17 @@ class SyncEngine(SyncLoop):
 
     # A step
 
+    def hand_out(self, piece: Piece) -> None:
+        self.begin_share(piece.share)
+
+    def take_back(self, source: Source, piece: Piece) -> None:
+        if not self.done:
+            raise UsageError(
+                f"omni.step(…) was not called for the last batch (step {piece.share.step}): every batch needs it "
+                f"exactly once, or the other workers wait for this one's gradient"
+            )
+        self.end_share(source, piece.share)
+
     def take_step(self, compute_loss: Callable[[Any], Any], batch: Any, weight: float | None) -> Any:
         """Gradient, reduction and update. Returns the loss of the whole global batch."""
         share = self.share
@@ -168,7 +182,10 @@ class SyncEngine(SyncLoop):
             ready, end, finite, own = facts.numpy().tolist()
         self.clock.add(ready, end)
         self.done, self.loss = True, own
-        if not finite:
+        self.samples += share.total
+        if finite:
+            self.updates += 1
+        else:
             self._not_finite(share.step, own)
         assert self.source is not None
         self.source.sampler.consumed(share)  # a checkpoint saved now goes on behind this step
@@ -229,9 +246,7 @@ class SyncEngine(SyncLoop):
             gradients = [
                 tf.cast(tf.reshape(value, v.shape), v.dtype) for value, v in zip(parts, variables, strict=True)
             ]
-            finite = _finite([flat])
-        else:
-            finite = _finite(gradients)
+        finite = _finite([loss, *self._looked_at(gradients)])
         scaler = isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)  # it leaves such steps out by itself
         if self.nonfinite == "skip" and not scaler:
             tf.cond(finite, lambda: self.optimizer.apply(gradients, variables), lambda: None)
@@ -240,6 +255,13 @@ class SyncEngine(SyncLoop):
         finite = tf.constant(True) if scaler else finite
         facts = tf.stack([ready, end, tf.cast(finite, tf.float64), tf.cast(own, tf.float64)])
         return tf.squeeze(loss), facts
+
+    def _looked_at(self, gradients: list[Any]) -> list[Any]:
+        """Where a bad step ends the run, the smaller half of the gradient's tensors: a loss that is not finite shows in
+        all of them, and a single layer that overflows does so one step later, through its weights."""
+        if self.nonfinite == "skip":
+            return gradients
+        return sorted(gradients, key=lambda gradient: int(np.prod(gradient.shape)))[: (len(gradients) + 1) // 2]
 
     def _gradient(self, compute: Any, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """The variables the loss depends on, its gradient, and the loss: the mean over this worker's batch."""

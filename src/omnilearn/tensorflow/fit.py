@@ -7,7 +7,7 @@ over the workers is the metric over all samples; every rank then has the same lo
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -32,78 +32,106 @@ MEANS = ("sum_over_batch_size", "mean", None)
 
 
 class Trainer:
-    """Trains and evaluates one compiled model; keeps what was traced for it."""
+    """Trains and evaluates one compiled model, on all workers together."""
 
     def __init__(self, omni: OmniLearn, model: keras.Model) -> None:
         self._omni, self.model = omni, model
-        self._tests: dict[str, Any] = {}
 
     def fit(
         self,
         data: Any,
         epochs: int,
+        validation_data: Any,
+        callbacks: Sequence[Any] | None,
         *,
-        validation_data: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        shuffle: bool = True,
-        initial_epoch: int | None = None,
-        verbose: str | int = "auto",
+        shuffle: bool,
+        initial_epoch: int | None,
+        verbose: str | int,
     ) -> keras.callbacks.History:
         omni, model = self._omni, self.model
         with omni._world.alike():
             check(model, callbacks)
             samples, _ = open_samples(data, False, 0)
         build(model, samples.fetch(np.arange(1), 0))
-        if omni._engine is None:
-            omni.prepare(model, model.optimizer)
-        elif omni._engine.model is not model or omni._engine.optimizer is not model.optimizer:
-            raise UsageError("fit() got another model or optimizer than prepare(): one OmniLearn trains one model")
+        omni._prepare_for_fit(model)
         start = initial_epoch if initial_epoch is not None else omni._restored["epoch"] if omni._restored else 0
         dataset = omni.dataset(data, shuffle=shuffle)
         calls = callback_list(omni.is_main, model, callbacks, verbose, epochs, len(dataset))
         results = tf.function(model.get_metrics_result)
-        model.stop_training = False
-        calls.on_train_begin()
-        logs: dict[str, float] = {}
-        for epoch in range(start, epochs):
+
+        def train(epoch: int) -> dict[str, float]:
             model.reset_metrics()
-            calls.on_epoch_begin(epoch)
             for number, batch in enumerate(dataset):
                 calls.on_train_batch_begin(number)
                 omni.step(self._loss, batch)
                 calls.on_train_batch_end(number, plain(results()))
             _add_up(omni, model)
-            logs = plain(model.get_metrics_result())
-            if validation_data is not None:
-                calls.on_test_begin()
-                found = self.evaluate(validation_data)
-                calls.on_test_end(found)
-                logs |= {f"val_{name}": value for name, value in found.items()}
-            calls.on_epoch_end(epoch, logs)
-            # One rank's wish to stop is everybody's: nobody may go on alone.
-            if any(omni._world.gather(bool(model.stop_training))):
-                break
-        calls.on_train_end(logs)
-        return model.history
+            return plain(model.get_metrics_result())
+
+        validate = None if validation_data is None else lambda: self.evaluate(validation_data)
+        # One rank's wish to stop is everybody's: nobody may go on alone.
+        return drive(
+            model, calls, range(start, epochs), train, validate, lambda wish: any(omni._world.gather(bool(wish)))
+        )
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> dict[str, float]:
         dataset = self._omni.dataset(data, train=False, batch_size=batch_size)
-        self.model.reset_metrics()
-        for batch in dataset:
-            spec = tf.nest.map_structure(any_size, batch)
-            if repr(spec) not in self._tests:
-                self._tests[repr(spec)] = tf.function(self._test, input_signature=[spec])
-            self._tests[repr(spec)](batch)
-        _add_up(self._omni, self.model)
-        logs = plain(self.model.get_metrics_result())
-        self.model.reset_metrics()
-        return logs
+        return self._omni._tester(self.model).run(dataset, lambda: _add_up(self._omni, self.model))
 
     def _loss(self, batch: Any) -> Any:
         return loss_of(self.model, batch, training=True)
 
+
+class Tester:
+    """Evaluates one compiled model; keeps what was traced for it."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self._traced: dict[str, Any] = {}
+
+    def run(self, batches: Iterable[Any], add_up: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The compiled loss and metrics over the batches, and over those of others where they are added up."""
+        self.model.reset_metrics()
+        for batch in batches:
+            spec = tf.nest.map_structure(any_size, batch)
+            if repr(spec) not in self._traced:
+                self._traced[repr(spec)] = tf.function(self._test, input_signature=[spec])
+            self._traced[repr(spec)](batch)
+        add_up()
+        logs = plain(self.model.get_metrics_result())
+        self.model.reset_metrics()
+        return logs
+
     def _test(self, batch: Any) -> None:
         loss_of(self.model, batch, training=False)
+
+
+def drive(
+    model: keras.Model,
+    calls: keras.callbacks.CallbackList,
+    epochs: Iterable[int],
+    train: Callable[[int], dict[str, float]],
+    validate: Callable[[], dict[str, float]] | None,
+    stop: Callable[[Any], bool],
+) -> keras.callbacks.History:
+    """What ``model.fit`` does around its steps. ``train`` and ``validate`` give logs; ``stop`` hears of the model's
+    wish to stop, and decides."""
+    model.stop_training = False
+    calls.on_train_begin()
+    logs: dict[str, float] = {}
+    for epoch in epochs:
+        calls.on_epoch_begin(epoch)
+        logs = train(epoch)
+        if validate is not None:
+            calls.on_test_begin()
+            found = validate()
+            calls.on_test_end(found)
+            logs |= {f"val_{name}": value for name, value in found.items()}
+        calls.on_epoch_end(epoch, logs)
+        if stop(model.stop_training):
+            break
+    calls.on_train_end(logs)
+    return model.history
 
 
 def loss_of(model: keras.Model, batch: Any, training: bool) -> Any:

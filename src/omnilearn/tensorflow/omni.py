@@ -6,23 +6,24 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from omnilearn import control
-from omnilearn.control import Plan, Policy
+from omnilearn.control import Policy
 from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
 from omnilearn.engine.facade import Facade
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.tensorflow import checkpoint, parameter_server
+from omnilearn.tensorflow import checkpoint
+from omnilearn.tensorflow.asynchronous.cluster import join
+from omnilearn.tensorflow.asynchronous.step import Counts
 from omnilearn.tensorflow.dataset import EvalDataset, TrainDataset, open_samples
 from omnilearn.tensorflow.engine import SyncEngine, smallest_batch
-from omnilearn.tensorflow.fit import Trainer
-from omnilearn.tensorflow.parameter_server import AsyncEngine, Counts
+from omnilearn.tensorflow.fit import Tester, Trainer
 from omnilearn.tensorflow.world import World
 
 log = logging.getLogger("omnilearn")
@@ -50,11 +51,21 @@ class OmniLearn(Facade):
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "gpu:1".
-    ``lr_scaling``, ``staleness``: of asynchronous updates. ``log_dir``: where events go (docs/events.md); by default
+    ``staleness``: what becomes of late gradients in asynchronous mode, "apply", "scale", "discard" or "bounded", the
+    last two beyond ``threshold`` (found: twice the number of workers). ``lr_scaling``: how the size of an asynchronous
+    update follows its batch, "linear", "sqrt" or "none". ``log_dir``: where events go (docs/events.md); by default
     where ``omnilearn run`` says. ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
     """
 
     backend = "tensorflow"
+
+    def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
+        # Parameter servers and workers serve in join(), and do not come back.
+        if cls is OmniLearn and mode == "async" and join():
+            from omnilearn.tensorflow.asynchronous.omni import AsyncOmniLearn
+
+            cls = AsyncOmniLearn
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -70,6 +81,7 @@ class OmniLearn(Facade):
         nonfinite: str = "raise",
         lr_scaling: str = "linear",
         staleness: str = "apply",
+        threshold: int | None = None,
         device: str | None = None,
         log_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
@@ -77,79 +89,47 @@ class OmniLearn(Facade):
     ) -> None:
         if mode not in ("sync", "async"):
             raise InfeasibleError(f"mode must be 'sync' or 'async', got {mode!r}")
-        self._async: AsyncEngine | None = None
-        # Parameter servers and workers serve in here, and do not come back.
-        asynchronous = mode == "async" and parameter_server.join()
-        self._world = World(device, timeout, alone=mode == "async")
+        self._world = self._meet_world(device, timeout)
         with self._world.alike():
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
                 micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
             )  # fmt: skip
             control.lr_factor(lr_scaling, 1, 1)
-            control.judge_staleness(staleness, 0)
+            control.judge_staleness(staleness, 0, threshold=threshold or 0)
+            if mode == "sync" and (staleness != "apply" or threshold is not None):
+                raise InfeasibleError("staleness and threshold belong to mode='async': leave them out, or set the mode")
+        if mode == "async":
+            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling}
         self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
         self._fit: Trainer | None = None
-        self._datasets: list[TrainDataset] = []
-        self._restored: dict[str, Any] | None = None
-        if asynchronous:
-            self._async = AsyncEngine(
-                global_batch,
-                self._policy,
-                bounds=(min_batch, max_batch, multiple_of),
-                lr_scaling=lr_scaling,
-                staleness=staleness,
-                seed=seed,
-                events=self._events,
-            )
+        self._tests: Tester | None = None
+
+    def _meet_world(self, device: str | None, timeout: float) -> World:
+        return World(device, timeout)
 
     # Readable state
 
     @property
-    def plan(self) -> Plan:
-        """The plan last decided: every worker's batch, who is parked, why."""
-        return self._async.state.plan if self._async is not None else super().plan
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is under way or comes next; after ``load`` the one to continue with."""
-        if self._datasets:
-            dataset = self._datasets[-1]
-            return dataset.sampler.epoch if dataset is self._prepared("epoch").source else dataset.epoch
-        return int(self._restored["epoch"]) if self._restored else 0
-
-    @property
     def counts(self) -> Counts:
-        """Updates applied, samples used and gradients discarded so far, in asynchronous mode."""
-        if self._async is None:
-            raise UsageError("counts are of mode='async' with parameter servers")
-        return self._async.counts()
+        """Updates applied, samples used, and gradients discarded, so far."""
+        engine = self._prepared("counts")
+        return Counts(engine.updates, engine.samples, 0)
 
     # Setting up
 
     def scope(self) -> Any:
         """Make and compile the model in here: ``with omni.scope():``. Needed in asynchronous mode alone."""
-        return self._async.scope() if self._async is not None else contextlib.nullcontext()
+        return contextlib.nullcontext()
 
     def prepare(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Any:
         """The model and optimizer to use in the loop: the same objects, with rank 0's weights on all ranks.
 
         Call it once, on all ranks. The model must be built: give it an Input, or call it on a batch first.
         """
-        if self._async is not None:
-            self._prepared("prepare()")
-        if self._engine is not None:
-            raise UsageError("prepare() was called before: one OmniLearn object trains one model")
         with self._world.alike():
-            if not isinstance(model, keras.Model) or not isinstance(optimizer, keras.optimizers.Optimizer):
-                raise UsageError(f"prepare(model, optimizer) got {type(model).__name__} and {type(optimizer).__name__}")
-            if keras.backend.backend() != "tensorflow":
-                raise UsageError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
-            if not model.built:
-                raise UsageError(
-                    "the model has no weights yet: start it with keras.Input(…), or call it on a batch first"
-                )
+            self._check_prepared(model, optimizer)
             problem = self._found_problem(smallest_batch(model))
         self._engine = SyncEngine(
             self._world,
@@ -165,11 +145,21 @@ class OmniLearn(Facade):
         atexit.register(self._at_exit)
         return model, optimizer
 
-    def _prepared(self, what: str) -> SyncEngine:
-        if self._async is not None:
-            raise UsageError(f"{what} is of mode='sync': with parameter servers train by omni.fit(model, data)")
-        engine: SyncEngine = super()._prepared(what)
-        return engine
+    def _check_prepared(self, model: Any, optimizer: Any) -> None:
+        if self._engine is not None:
+            raise UsageError("prepare() was called before: one OmniLearn object trains one model")
+        if not isinstance(model, keras.Model) or not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise UsageError(f"prepare(model, optimizer) got {type(model).__name__} and {type(optimizer).__name__}")
+        if keras.backend.backend() != "tensorflow":
+            raise UsageError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
+        if not model.built:
+            raise UsageError("the model has no weights yet: start it with keras.Input(…), or call it on a batch first")
+
+    def _prepare_for_fit(self, model: keras.Model) -> None:
+        if self._engine is None:
+            self.prepare(model, model.optimizer)
+        elif self._engine.model is not model or self._engine.optimizer is not model.optimizer:
+            raise UsageError("fit() got another model or optimizer than prepare(): one OmniLearn trains one model")
 
     def dataset(
         self,
@@ -218,14 +208,7 @@ class OmniLearn(Facade):
 
             return EvalDataset(samples, part, size, begin)
         dataset = TrainDataset(engine, samples, sampler)
-        self._world.agree("datasets", {"number of samples": samples.size, "shuffle": shuffle})
-        dataset.horizon = max(self._world.gather(dataset.prefetch))
-        if self._restored is not None:
-            dataset.restore(self._restored)
-            self._restored = None
-        elif self._datasets:  # one made in every epoch: the next order, not the first one again
-            dataset.restore(dataset.sampler.state_dict() | {"epoch": self._datasets[-1].epoch})
-        self._datasets[:] = [dataset]
+        self._adopt(dataset, samples.size, shuffle)
         return dataset
 
     # In the loop
@@ -266,15 +249,26 @@ class OmniLearn(Facade):
 
     # For Keras users
 
-    def fit(self, model: keras.Model, data: Any, epochs: int = 1, **options: Any) -> Any:
+    def fit(
+        self,
+        model: keras.Model,
+        data: Any,
+        epochs: int = 1,
+        *,
+        validation_data: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        shuffle: bool = True,
+        initial_epoch: int | None = None,
+        verbose: str | int = "auto",
+    ) -> keras.callbacks.History:
         """What ``model.fit`` does, on all workers: compiled loss and metrics, validation, callbacks; gives a History.
 
-        ``data``: as for ``dataset``, samples being ``x``, ``(x, y)`` or ``(x, y, sample_weight)``. Options:
-        ``validation_data``, ``callbacks``, ``shuffle`` (True), ``initial_epoch``, ``verbose`` ("auto", 0, 1, 2).
+        ``data``: as for ``dataset``, samples being ``x``, ``(x, y)`` or ``(x, y, sample_weight)``. ``verbose``: "auto",
+        0 (nothing), 1 (a bar), 2 (a line per epoch).
         """
-        if self._async is not None:
-            return self._async.fit(self, model, data, epochs, **options)
-        return self._trainer(model).fit(data, epochs, **options)
+        return self._trainer(model).fit(
+            data, epochs, validation_data, callbacks, shuffle=shuffle, initial_epoch=initial_epoch, verbose=verbose
+        )
 
     def evaluate(self, model: keras.Model, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """The compiled loss and metrics over ``data``, each sample once, split over the workers; the same on all."""
@@ -284,6 +278,11 @@ class OmniLearn(Facade):
         if self._fit is None or self._fit.model is not model:
             self._fit = Trainer(self, model)
         return self._fit
+
+    def _tester(self, model: keras.Model) -> Tester:
+        if self._tests is None or self._tests.model is not model:
+            self._tests = Tester(model)
+        return self._tests
 
     # Checkpoints
 
@@ -301,13 +300,14 @@ class OmniLearn(Facade):
         error = None
         if self.rank == workers[0]:
             facts = {
-                "sampler": self._datasets[-1].sampler.state_dict() if self._datasets else None,
+                "sampler": self._position,
                 "policy": self._policy_facts(),
                 "extra": extra,
             }
             try:
                 checkpoint.check_plain(extra)
-                checkpoint.write(folder, [np.asarray(v.numpy()) for v in engine.variables], facts)
+                checkpoint.write(folder, engine.variables, facts)
+                self._tell_checkpoint("saved", folder)
             except Exception as failure:
                 error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
         for message in filter(None, self._world.gather(error, group) if group else [error]):
@@ -326,31 +326,14 @@ class OmniLearn(Facade):
         facts: dict[str, Any] = {}
         with self._world.alike():
             if self.is_main:
-                facts = self._read(engine, folder)
+                facts = checkpoint.read_into(folder, engine.variables)
         facts = self._world.gather(facts)[0]
         if self._world.control is not None:
             engine._send(self._world.control, source=self.is_main)
-        position = facts["sampler"]
-        self._resume(facts["policy"], position)
-        if position:
-            if self._datasets:
-                self._datasets[-1].restore(position)
-            else:
-                self._restored = position
+        self._resume(facts["policy"], facts["sampler"])
+        if self.is_main:
+            self._tell_checkpoint("loaded", folder, engine.step)
         return dict(facts["extra"])
-
-    def _read(self, engine: SyncEngine, folder: str | os.PathLike[str]) -> dict[str, Any]:
-        arrays, facts = checkpoint.read(folder)
-        have = [(str(np.asarray(v.numpy()).dtype), list(v.shape)) for v in engine.variables]
-        if have != [(kind, list(shape)) for kind, shape, _ in arrays]:
-            raise UsageError(
-                f"the checkpoint in {folder} does not fit this model and optimizer: it has {len(arrays)} arrays, these "
-                f"have {len(have)}, or their shapes differ"
-            )
-        for variable, (_, shape, data) in zip(engine.variables, arrays, strict=True):
-            array = np.asarray(variable.numpy())
-            variable.assign(np.frombuffer(data, dtype=array.dtype).reshape(shape))
-        return facts
 
     # The end
 

@@ -1,4 +1,4 @@
-"""Who is here: this process's rank, its peers, and the collectives by which they talk.
+"""Who is here: this process's rank and its peers, and which of them failed.
 
 TF_CONFIG says who the workers are; without one this process is alone. MultiWorkerMirroredStrategy only starts the
 runtime; messages are TensorFlow's own collectives on groups of workers. A broken collective becomes an error that names
@@ -8,16 +8,15 @@ the rank that failed. Knows nothing of batches or models.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import pickle
+import queue
 import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -31,12 +30,8 @@ import omnilearn
 from omnilearn.cluster import resources
 from omnilearn.engine.peers import Answers, Peers
 from omnilearn.errors import InfeasibleError, PeerFailure, UsageError
+from omnilearn.tensorflow.collectives import Group
 
-CYCLE = 8
-"""Instance keys that take turns. TensorFlow keeps a record of each for ever, so they are used again; a worker is never
-more than one collective ahead of its peers."""
-SMALL = 512
-"""Bytes of a value that travels in one collective; a larger one needs a second."""
 MEETING = 600.0
 """Seconds to wait for all workers to appear."""
 HEARTBEAT = 20.0
@@ -46,113 +41,6 @@ LINGER = 0.5
 MARK = "[omnilearn]"
 
 _strategy: Any = None  # boots the runtime, once per process; must be kept
-_groups = itertools.count(1000)  # group keys; every process forms the same groups in the same order
-
-
-class Group:
-    """Some of the workers. All of them call the same methods in the same order."""
-
-    def __init__(self, workers: Sequence[int], timeout: float) -> None:
-        self.workers, self.key = tuple(workers), next(_groups)
-        self._timeout = timeout
-        self._kinds: dict[Any, int] = {}  # an instance key belongs to one kind of operation, type and length
-        self._used: dict[Any, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.workers)
-
-    def instance(self, *kind: Any) -> int:
-        """The instance key for the next collective of this kind."""
-        slot = self._kinds.setdefault(kind, len(self._kinds))
-        turn = self._used[kind] = self._used.get(kind, -1) + 1
-        return slot * CYCLE + turn % CYCLE
-
-    def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        flat = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
-        result = _sum(self._timeout)(flat, len(self), self.key, self.instance("sum", len(flat)))
-        return np.asarray(result.numpy()).reshape(np.shape(values))
-
-    def rows(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Every member's row, in the order of ranks."""
-        whole = row.dtype == np.int64
-        key = self.instance("rows", whole, len(row))
-        gathered = (_gather_ints if whole else _gather)(self._timeout)(row, len(self), self.key, key)
-        return np.asarray(gathered.numpy())
-
-    def values(self, value: Any) -> list[Any]:
-        """Every member's value, of any kind that can be pickled."""
-        mine = pickle.dumps(value)
-        first = self.rows(_words(len(mine).to_bytes(8, "little") + mine[: SMALL - 8], SMALL)).view(np.uint8)
-        lengths = [int.from_bytes(row[:8].tobytes(), "little") for row in first]
-        blobs = [row[8 : 8 + length].tobytes() for row, length in zip(first, lengths, strict=True)]
-        longest = max(lengths) - (SMALL - 8)
-        if longest > 0:
-            room = 1 << (longest - 1).bit_length()  # few lengths: each needs keys of its own
-            rest = self.rows(_words(mine[SMALL - 8 :], max(room, 8))).view(np.uint8)
-            blobs = [
-                blob + more[: max(0, length - len(blob))].tobytes()
-                for blob, more, length in zip(blobs, rest, lengths, strict=True)
-            ]
-        return [pickle.loads(blob) for blob in blobs]
-
-    def broadcast(self, data: bytes | None, size: int, source: bool) -> bytes:
-        """``size`` bytes from the one member that is the source."""
-        count = -(-size // 8)
-        key, options = self.instance("broadcast", count), {"communication_hint": "ring"}
-        if source:
-            assert data is not None
-            tf.raw_ops.CollectiveBcastSendV2(
-                input=_words(data, 8 * count), group_size=len(self), group_key=self.key, instance_key=key,
-                timeout_seconds=self._timeout, **options,
-            )  # fmt: skip
-            return data
-        received = tf.raw_ops.CollectiveBcastRecvV2(
-            group_size=len(self), group_key=self.key, instance_key=key, shape=[count], T=tf.int64,
-            timeout_seconds=self._timeout, **options,
-        )  # fmt: skip
-        return bytes(received.numpy().tobytes()[:size])
-
-
-def _words(data: bytes, size: int) -> npt.NDArray[np.int64]:
-    """Bytes as the 64-bit numbers that collectives take."""
-    return np.frombuffer(data.ljust(-(-size // 8) * 8, b"\0"), dtype=np.int64)
-
-
-def reduce_sum(flat: Any, timeout: float, size: Any, group: Any, instance: Any) -> Any:
-    """The sum over a group, inside a tf.function."""
-    return tf.raw_ops.CollectiveReduceV2(
-        input=flat, group_size=size, group_key=group, instance_key=instance, ordering_token=[], merge_op="Add",
-        final_op="Id", communication_hint="ring", timeout_seconds=timeout,
-    )  # fmt: skip
-
-
-_traced: dict[Any, Any] = {}
-
-
-def _function(name: str, dtype: Any, timeout: float, body: Callable[..., Any]) -> Any:
-    if (name, timeout) not in _traced:
-        whole = tf.TensorSpec([], tf.int32)
-        _traced[name, timeout] = tf.function(body, input_signature=[tf.TensorSpec([None], dtype), whole, whole, whole])
-    return _traced[name, timeout]
-
-
-def _sum(timeout: float) -> Any:
-    return _function("sum", tf.float64, timeout, lambda x, n, g, i: reduce_sum(x, timeout, n, g, i))
-
-
-def _gather_op(row: Any, size: Any, group: Any, instance: Any, timeout: float) -> Any:
-    return tf.raw_ops.CollectiveGatherV2(
-        input=row[None], group_size=size, group_key=group, instance_key=instance, ordering_token=[],
-        communication_hint="ring", timeout_seconds=timeout,
-    )  # fmt: skip
-
-
-def _gather(timeout: float) -> Any:
-    return _function("gather", tf.float64, timeout, lambda x, n, g, i: _gather_op(x, n, g, i, timeout))
-
-
-def _gather_ints(timeout: float) -> Any:
-    return _function("gather ints", tf.int64, timeout, lambda x, n, g, i: _gather_op(x, n, g, i, timeout))
 
 
 class World(Peers):
@@ -163,6 +51,7 @@ class World(Peers):
         self.timeout = timeout
         self.failed = False
         self.control: Group | None = None
+        self._exchanges: queue.SimpleQueue[Any] | None = None
         _set_threads()
         self.device = _choose_device(device)
         if self.size > 1:
@@ -190,21 +79,27 @@ class World(Peers):
 
     def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
         answer: Future[npt.NDArray[np.float64]] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(self._exchange.rows(row))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # A daemon: a process that ends does not wait for what never comes.
-        threading.Thread(target=work, name="omnilearn-exchange", daemon=True).start()
+        if self._exchanges is None:
+            self._exchanges = queue.SimpleQueue()
+            # One for all of them: TensorFlow takes long to get to know a thread. A daemon: a process that ends does not
+            # wait for what never comes.
+            threading.Thread(target=self._do_exchanges, args=(self._exchanges,), name="omnilearn-exchange",
+                             daemon=True).start()  # fmt: skip
+        self._exchanges.put((row, answer))
 
         def wait() -> npt.NDArray[np.float64]:
             with self.naming_the_culprit("exchanging timings"):
                 return answer.result(self.timeout + 60)
 
         return wait
+
+    def _do_exchanges(self, wanted: queue.SimpleQueue[Any]) -> None:
+        while (asked := wanted.get()) is not None:
+            row, answer = asked
+            try:
+                answer.set_result(self._exchange.rows(row))
+            except BaseException as error:
+                answer.set_exception(error)
 
     def speed(self) -> float:
         def product(size: int) -> Callable[[], None]:
@@ -255,6 +150,9 @@ class World(Peers):
     def close(self) -> None:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
+        if self._exchanges is not None:
+            self._exchanges.put(None)
+            self._exchanges = None
         self.control = None
 
 

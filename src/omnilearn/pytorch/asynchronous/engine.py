@@ -22,6 +22,7 @@ from torch import nn
 from omnilearn.control import Plan
 from omnilearn.data import Share
 from omnilearn.data.leases import Lease
+from omnilearn.engine.source import Piece
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
@@ -29,7 +30,6 @@ from omnilearn.pytorch.asynchronous.owner import is_scheduler
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 from omnilearn.pytorch.engine import NonFiniteError
-from omnilearn.pytorch.loader import Piece
 from omnilearn.pytorch.membership import Membership
 from omnilearn.pytorch.model import OmniModel, gate
 from omnilearn.pytorch.world import World

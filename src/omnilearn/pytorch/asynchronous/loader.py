@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from omnilearn.control import apportion
 from omnilearn.data import Permutation, Share
+from omnilearn.engine.source import Piece
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
-from omnilearn.pytorch.loader import Piece, _data_loader, _mixed, to_device
+from omnilearn.pytorch.loader import _data_loader, _mixed, to_device
 
 
 class LeaseLoader:

@@ -19,16 +19,16 @@ import omnilearn
 from omnilearn.cluster.rendezvous import local_address
 from omnilearn.cluster.resources import detect
 from omnilearn.control import Plan, Problem
+from omnilearn.engine.journal import Journal
+from omnilearn.engine.planning import Planning
 from omnilearn.engine.progress import Progress
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
-from omnilearn.pytorch.asynchronous.journal import Journal
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
-from omnilearn.pytorch.asynchronous.planning import Planning
 from omnilearn.pytorch.asynchronous.server import Server, Settings
 from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
 from omnilearn.pytorch.loader import check_options, take_over
@@ -169,7 +169,7 @@ class AsyncOmniLearn(OmniLearn):
         def build() -> Server:
             owner = Owner(model, optimizer, others, copies, state)
             planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
-            server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self._options))
+            server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self.backend, self._options))
             server.on_progress = Progress().write
             return server
 
@@ -191,7 +191,7 @@ class AsyncOmniLearn(OmniLearn):
         loader = LeaseLoader(
             self._worker, data, shuffle=bool(shuffle), seed=self.seed, micro_batch=self._micro_batch, **options
         )
-        self._loaders[:] = [cast(Any, loader)]
+        self._sources[:] = [cast(Any, loader)]
         return loader
 
     # The loop
@@ -275,7 +275,7 @@ class AsyncOmniLearn(OmniLearn):
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
         self._tracking.close()
-        for loader in self._loaders:
+        for loader in self._sources:
             loader.close()
         if self._engine is not None:
             self._worker.abandon()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +20,16 @@ import torch
 from omnilearn.cluster.resources import Resources
 from omnilearn.control import judge_staleness, lr_factor
 from omnilearn.control.rules import Verdict
+from omnilearn.engine.journal import Journal
+from omnilearn.engine.planning import Planning
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.epochs import Epochs
-from omnilearn.pytorch.asynchronous.journal import Journal
 from omnilearn.pytorch.asynchronous.layout import all_finite
 from omnilearn.pytorch.asynchronous.meetings import Meetings
 from omnilearn.pytorch.asynchronous.members import Member
 from omnilearn.pytorch.asynchronous.owner import Owner, is_scheduler
-from omnilearn.pytorch.asynchronous.planning import Planning
 from omnilearn.pytorch.asynchronous.wire import Header
 
 log = logging.getLogger("omnilearn")
@@ -348,7 +348,8 @@ class Server:
     def _open(self, epoch: int, data: dict[str, int]) -> None:
         self.epochs.open(epoch, data)
         steps = -(-data["usable"] // self.settings.global_batch)
-        self.journal.epoch(self.members, epoch, self.epochs.step, steps, self.planning.by_rank)
+        workers = [asdict(m.resources) for _, m in sorted(self.members.items())]
+        self.journal.epoch(workers, epoch, self.epochs.step, steps, self.planning.by_rank)
         self._check_epoch()
 
     def _check_epoch(self) -> None:

@@ -1,15 +1,14 @@
-"""The server's part of the events: who takes part, the plans, the epochs, and what became of every gradient."""
+"""What an asynchronous server tells the events: who takes part, the plans, the epochs, what became of each gradient."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 from omnilearn import __version__
 from omnilearn.control import Plan
 from omnilearn.observe import EventLog
-from omnilearn.pytorch.asynchronous.members import Member
 
 EVERY = 0.5
 """Seconds between two entries of updates."""
@@ -18,22 +17,23 @@ MOST = 50_000
 
 
 class Journal:
-    def __init__(self, events: EventLog, options: dict[str, Any]) -> None:
-        self._events, self._options = events, options
+    """``options``: those of the run, with its mode."""
+
+    def __init__(self, events: EventLog, backend: str, options: dict[str, Any]) -> None:
+        self._events, self._backend, self._options = events, backend, options
         self._began = False
         self._plan: Plan | None = None
         self._updates: list[tuple[int, int, float, int]] = []
         self._noted = 0
         self._written = time.monotonic()
 
-    def epoch(self, members: dict[int, Member], epoch: int, step: int, steps: int, plan: Plan) -> None:
-        """An epoch begins; with the first one the run does, as the workers are known then."""
+    def epoch(self, workers: Sequence[dict[str, Any]], epoch: int, step: int, steps: int, plan: Plan) -> None:
+        """An epoch begins; with the first one the run does, as the workers (what each has) are known then."""
         if not self._began:
             self._began = True
             options = {name: value for name, value in self._options.items() if name != "mode"}
-            workers = [asdict(m.resources) for _, m in sorted(members.items())]
             mode = self._options["mode"]
-            self._events.write("run", mode=mode, backend="pytorch", options=options, workers=workers,
+            self._events.write("run", mode=mode, backend=self._backend, options=options, workers=list(workers),
                                omnilearn=__version__)  # fmt: skip
         self.plan(plan, step)
         self._events.write("epoch", epoch=epoch, step=step, steps=steps)
