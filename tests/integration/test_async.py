@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.observe import read
+from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.gang import Gang, WorkerError
 from tests.integration.asynchronous import count_epochs, counting, uses
 from tests.integration.common import Numbered, blobs, equal, mlp, norm_net, run_epochs, snapshot
@@ -73,14 +75,19 @@ def together(log: str, options: dict[str, Any], epochs: int) -> Any:
     with omni:
         count_epochs(model, optimizer, omni, loader, epochs)
         assert len(loader) == 5
+        assert omni._worker._tensors.shared == (os.environ.get(SWITCH) != "0")
         return uses(model), omni._worker._step, omni._worker.version, snapshot(model), omni.epoch, omni.world_size
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_once_and_no_update_lost(gang: Gang, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "sent_by"), [(0, ()), (2, ()), (0, (0, 1, 2)), (0, (1,))])
+def test_every_sample_once_and_no_update_lost(
+    gang: Gang, tmp_path: Path, workers: int, sent_by: tuple[int, ...]
+) -> None:
+    """Whether gradients and parameters are sent, or lie in memory that is shared with the server."""
     epochs = 3
     options = {"policy": "optimal", "num_workers": workers}
-    results = gang.run(3, together, str(tmp_path), options, epochs)
+    environment = {rank: {SWITCH: "0"} for rank in sent_by}
+    results = gang.run(3, together, str(tmp_path), options, epochs, environment=environment)
     for counts, _, version, state, epoch, _ in results:
         assert counts == [float(epochs)] * 120
         assert version == sum(steps for _, steps, *_ in results), "each gradient is one update"

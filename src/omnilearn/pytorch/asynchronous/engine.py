@@ -50,6 +50,7 @@ class AsyncEngine:
         pair: Pair,
         first: Header,
         module: nn.Module,
+        tensors: Tensors,
         optimizer: torch.optim.Optimizer,
         others: tuple[Any, ...],
         *,
@@ -64,7 +65,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._tensors = Tensors(module, world.device)
+        self._tensors = tensors
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]

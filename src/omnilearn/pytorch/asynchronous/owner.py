@@ -30,6 +30,8 @@ class Portrait:
         self.buffers = list(module.buffers())
         self.values, self.rest, self.fixed = Layout(self.trainable), Layout(self.buffers), Layout(self.frozen)
         self.flags = -(-self.values.count // ALIGNMENT) * ALIGNMENT  # bytes; which gradients there are
+        self.message = self.values.size + self.flags + self.rest.size  # bytes of a gradient with all that goes with it
+        self.shared = self.values.size + self.message  # bytes of what both sides use where they share memory
 
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All of it in main memory, flat."""

@@ -96,7 +96,8 @@ class Server:
     def _all_of_it(self, m: Member, note: Any, copies: list[torch.Tensor] | None = None) -> Answer:
         header, parts = self._reply(m, note=note)
         header["parts"] |= wire.VALUES | wire.BUFFERS | wire.FROZEN
-        return header, [*(copies or self._copies()), *parts]
+        values, *rest = copies or self._copies()
+        return header, [*m.give(values), *rest, *parts]
 
     @property
     def _under_way(self) -> bool:
@@ -178,9 +179,9 @@ class Server:
         wanted = {wire.PUSH: wire.VALUES | wire.FLAGS | wire.BUFFERS, wire.END: wire.BUFFERS, wire.LEAVE: wire.BUFFERS}
         if parts & ~wire.NOTE != wanted.get(kind, 0):
             raise wire.Nonsense(f"parts {parts} with a {wire.NAMES[kind]}")
-        if kind == wire.PUSH:
+        if kind == wire.PUSH and not member.shared:
             member.pair.receive([member.inbox])
-        elif kind in wanted and len(member.theirs):
+        elif kind in wanted and len(member.theirs) and not member.shared:
             member.pair.receive([member.theirs])
         if kind in wanted and len(member.theirs):
             member.buffers = member.theirs.clone()
@@ -233,10 +234,8 @@ class Server:
         header.learning_rates = self.owner.learning_rates
         parts: list[torch.Tensor] = []
         if values:
-            size = len(self.owner.values)
-            m.inbox[:size].copy_(self.owner.values)
             header["parts"] = wire.VALUES
-            parts += [m.inbox[:size]] if size else []
+            parts += m.give(self.owner.values)
         if m.told != self.planning.changes and kind != wire.FAILED:
             m.told, plan = self.planning.changes, self.planning.by_rank
             note = {**(note or {}), "plan": [list(plan.batches), plan.reason, plan.predicted, plan.instead_of]}
@@ -395,7 +394,8 @@ class Server:
         m.buffers = None
         header, parts = self._reply(m)
         header["parts"] |= wire.VALUES | wire.BUFFERS
-        return header, [self.final[0], *([self.final[1]] if len(self.final[1]) else []), *parts]
+        values, buffers = self.final
+        return header, [*m.give(values), *([buffers] if len(buffers) else []), *parts]
 
     def _wait(self, what: str, since: float) -> None:
         self.lock.wait(0.5)
