@@ -162,6 +162,23 @@ def test_a_newcomer_is_planned_for_by_what_the_others_really_do() -> None:
     assert planning.plan.batches == (16, 48), "nothing changes where it cannot be"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+def test_the_server_leaves_the_card_alone(monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]) -> None:
+    """Where rank 0 has a card, the forked server must not look at it: CUDA raises there."""
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    owner = Owner(model, optimizer, (), Portrait(model).copies(), optimizer.state_dict())
+    before = owner.values.clone()
+
+    def forked(*_: object) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", forked)
+    owner.apply([torch.ones_like(p) for p in model.parameters()], [1, 1], 1.0)
+    assert not torch.equal(before, owner.values)
+
+
 # Shared memory
 
 

@@ -211,7 +211,8 @@ class Server:
         except Exception as error:  # theirs to handle; the server goes on for the others
             if not isinstance(error, OmniLearnError):
                 log.exception("rank %d's %s failed", member.rank, wire.NAMES[header["kind"]])
-            text = str(error) if isinstance(error, OmniLearnError) else f"{type(error).__name__}: {error}"
+            ours = isinstance(error, OmniLearnError)
+            text = str(error) if ours else f"the server failed with {type(error).__name__}: {error}"
             with self.lock:
                 return self._reply(member, wire.FAILED, note={"error": text})
 
