@@ -3,8 +3,9 @@
 Workers with nothing to compute push gradients and receive parameters as fast as they can: as on one host, where memory
 is shared with the server, and as between hosts, where all of it is sent. Beside them two bare loops, the same processes
 with the same messages in the same chunks over the same connections: one does nothing to what it receives; the other
-does what has to be done with it, whatever the engine (the gradient is copied to be sent, the same optimizer applies it,
-one at a time, and the parameters are copied for the answer). Processes are forked from this one, which has torch loaded.
+does what has to be done with it, whatever the engine (the gradient is copied to be sent, the same optimizer applies
+it, one at a time, and the parameters are copied for the answer). Processes are forked from this one, which has torch
+loaded.
 """
 
 from __future__ import annotations

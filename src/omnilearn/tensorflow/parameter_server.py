@@ -364,9 +364,11 @@ class AsyncEngine:
 
     def _scale(self, ratio: Any) -> Any:
         """What ``lr_factor`` says, in a graph."""
-        return {"linear": lambda: ratio, "sqrt": lambda: tf.sqrt(ratio), "none": lambda: tf.ones_like(ratio)}[
-            self._lr_scaling
-        ]()
+        one = tf.ones_like(ratio)
+        return {
+            "capped": lambda: tf.minimum(ratio, one), "linear": lambda: ratio, "sqrt": lambda: tf.sqrt(ratio),
+            "none": lambda: one,
+        }[self._lr_scaling]()  # fmt: skip
 
 
 def _walks(size: int, seed: int) -> tuple[Any, Any]:

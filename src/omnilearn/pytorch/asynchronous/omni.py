@@ -29,7 +29,8 @@ from omnilearn.pytorch.asynchronous.journal import Journal
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
 from omnilearn.pytorch.asynchronous.planning import Planning
-from omnilearn.pytorch.asynchronous.server import Server, Settings
+from omnilearn.pytorch.asynchronous.room import Settings
+from omnilearn.pytorch.asynchronous.server import Server
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
 from omnilearn.pytorch.loader import check_options, take_over

@@ -74,8 +74,8 @@ class Owner:
         ):
             for tensor, view in zip(tensors, layout.views(flat), strict=True):
                 tensor.data = view
-        # Adam and others look at the card's stream before each step, whether a graph is being captured. There is no card
-        # in a forked process, and looking for it raises.
+        # Adam and others look at the card's stream before each step, whether a graph is being captured. There is no
+        # card in a forked process, and looking for it raises.
         for look in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
             setattr(optimizer, look, lambda: None)
         optimizer.load_state_dict(optimizer_state)

@@ -34,7 +34,8 @@ from omnilearn.cluster.resources import Resources
 from omnilearn.errors import OmniLearnError, PeerFailure, UsageError
 from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.members import Member
-from omnilearn.pytorch.asynchronous.server import START, Server
+from omnilearn.pytorch.asynchronous.room import START
+from omnilearn.pytorch.asynchronous.server import Server
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 
 log = logging.getLogger("omnilearn")
@@ -275,7 +276,7 @@ def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
 def join(
     address: str, rank: int, passport: dict[str, Any], resources: dict[str, Any], timeout: timedelta, size: int
 ) -> tuple[Pair, Header, torch.Tensor | None]:
-    """A connection to the server at ``address``, its first words, and ``size`` bytes of memory shared with it, if any."""
+    """A connection to the server at ``address``, its first words, and ``size`` bytes shared with it, if they can be."""
     offer = shared.offer(address, size)
     try:
         told = ask(address, {"want": "join", "rank": rank, "passport": passport, "resources": resources,
