@@ -150,7 +150,7 @@ def _async(record: Data) -> list[str]:
     summary = record["summary"]
     rows = [
         [level, name, who, own["staleness_p95_vs_plain"], own["accuracy_gain_vs_plain"],
-         "–".join(f"{value:.2g}" for value in own["accuracy_gain_spread"]) if summary["seeds"][name] > 1 else "–",
+         _between(*own["accuracy_gain_spread"]),
          own["accuracy_gain_equal_samples"], own["accuracy_gap_to_sync"], own["samples_per_s_vs_plain"],
          own["samples_per_s_vs_sync"]]
         for level, outcomes in summary["levels"].items()
@@ -175,6 +175,11 @@ def _async(record: Data) -> list[str]:
         table(list(trips[0]), shown),
         *_measured({"rows": trained}),
     ]
+
+
+def _between(least: float, most: float) -> str:
+    """Over seeds; with one of them there is nothing between."""
+    return f"{least:.2g} to {most:.2g}" if least < most else "–"
 
 
 def _sent(summary: Data) -> str:
