@@ -211,6 +211,33 @@ def test_schedulers_follow_the_global_progress(gang: Gang, kind: str, expected: 
         assert seen == pytest.approx(expected)
 
 
+def scaled() -> Any:
+    """The first step of each worker overflows, and its GradScaler leaves it out."""
+    with OmniLearn(24, mode="async") as omni:
+        model = mlp()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+        before = snapshot(model)
+        model, optimizer, scaler = omni.prepare(model, torch.optim.Adam(model.parameters(), fused=True), scaler)
+        batches = 0
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            omni.backward(scaler.scale(100 * F.cross_entropy(model(x), y)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            batches += 1
+        assert not equal(before, snapshot(model))
+        return batches - omni._worker._step, snapshot(model), omni._worker._outstanding
+
+
+def test_a_step_that_the_scaler_leaves_out(gang: Gang) -> None:
+    results = gang.run(2, scaled)
+    for left_out, state, outstanding in results:
+        assert left_out == 1
+        assert equal(state, results[0][1])
+        assert all(torch.isfinite(tensor).all() for tensor in state)
+        assert outstanding == 0
+
+
 def by_hand() -> Any:
     """Things a script may do: its own learning rate, unused and frozen parameters, tokens as weights, an early end."""
     with OmniLearn(12, mode="async", policy="uniform", micro_batch=3) as omni:

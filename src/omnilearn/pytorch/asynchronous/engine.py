@@ -186,6 +186,7 @@ class AsyncEngine:
     def end_epoch(self) -> bool:
         """Whether the epoch is over, for all; otherwise there are leases that another worker gave back."""
         self._unpushed.clear()
+        self._outstanding = 0  # the server counts what the loop made no step for as used
         answer, _ = self._ask(wire.END, "ending an epoch", self._tensors.buffers(), parts=wire.BUFFERS, leases=0)
         self._clock = None
         if not answer["over"]:
