@@ -26,6 +26,7 @@ from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.owner import is_scheduler
+from omnilearn.pytorch.asynchronous.steps import StepLog
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 from omnilearn.pytorch.engine import NonFiniteError
@@ -35,9 +36,6 @@ from omnilearn.pytorch.model import OmniModel, gate
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
-
-LOG_EVERY = 0.5
-"""Seconds between two entries in the events."""
 
 
 class AsyncEngine:
@@ -81,10 +79,8 @@ class AsyncEngine:
         self._scheduled[:, 2] = math.nan
         self._clock: float | None = None  # the end of the last answer; None: what follows is not measured
         self._timing = (0, 0.0)
-        self._steps: list[tuple[int, float, float, int, float]] = []
-        self._applied = 0
+        self._steps = StepLog(events)
         self._step = 0
-        self._logged, self._first_step = time.monotonic(), 0
         note = self._take(first, "joining")
         self.next_epoch: int = note["next"]
         self._gate()
@@ -223,7 +219,7 @@ class AsyncEngine:
             self._ask(wire.LEAVE, "leaving an epoch", self._tensors.buffers(), parts=wire.BUFFERS)
 
     def _end_loop(self) -> None:
-        self._log_steps(all_of_them=True)
+        self._steps.write(now=True)
         self.piece = self.loader = None
         self.next_epoch = self.epoch + 1
 
@@ -288,7 +284,7 @@ class AsyncEngine:
         if answer["kind"] != wire.LATE:
             self._outstanding -= len(shares)
         applied = answer["kind"] == wire.OK
-        self._applied += applied
+        self._steps.updates += applied
         staleness = answer["version"] - version - applied
         busy = 0.0
         if self._clock is not None and len(shares) == 1:
@@ -296,10 +292,10 @@ class AsyncEngine:
             busy = begin - self._clock
         if self.events:
             wait = end - begin if busy else 0.0
-            self._steps.append((samples, busy, wait, staleness, float(self._loss)))
+            self._steps.add(samples, busy, wait, staleness, float(self._loss))
         self._clock = end
         self._step += 1
-        self._log_steps(all_of_them=False)
+        self._steps.write(now=False)
         self._heed(answer["kind"])
         return False
 
@@ -381,22 +377,6 @@ class AsyncEngine:
             with contextlib.suppress(Exception):
                 self._pair.close()
             self._pair = None
-
-    def _log_steps(self, all_of_them: bool) -> None:
-        if not self._steps or not (all_of_them or time.monotonic() - self._logged > LOG_EVERY):
-            return
-        rows, self._steps, self._logged = self._steps, [], time.monotonic()
-        self.events.write(
-            "steps",
-            step=self._first_step,
-            batch=[row[0] for row in rows],
-            busy=[round(row[1], 6) for row in rows],
-            wait=[round(row[2], 6) for row in rows],
-            staleness=[row[3] for row in rows],
-            loss=[round(row[4], 6) for row in rows],
-            updates=self._applied,
-        )
-        self._first_step += len(rows)
 
 
 def gate_scheduler(scheduler: Any, instead: Callable[..., None]) -> None:
