@@ -142,7 +142,7 @@ def test_sync_with_tensorflow(tmp_path: Path) -> None:
 def test_async(tmp_path: Path) -> None:
     read = measured(tmp_path, "async", "--levels", "HL8", "--model", "digits", "--epochs", "1", "--workers", "2")
     own = read["summary"]["levels"]["HL8"]["digits"]
-    assert set(own["rules"]) == {"dynamic, scale", "dynamic, discard", "dynamic, bounded"}
+    assert set(own["rules"]) == {"dynamic, linear", "dynamic, scale", "dynamic, discard", "dynamic, bounded"}
     for key in ("staleness_p95_vs_plain", "samples_per_s_vs_plain", "samples_per_s_vs_sync"):
         assert 0 < own[key] < 100
     assert -100 <= own["accuracy_gain_vs_plain"] <= 100
@@ -152,8 +152,27 @@ def test_async(tmp_path: Path) -> None:
     assert by_worker[3] > max(by_worker[:3]), "with equal batches the fast worker makes most updates"
     trips = [row for row in read["rows"] if "ratio" in row]
     assert [row["workers"] for row in trips] == [2]
-    assert all(0 < row["ratio"] < 3 and row["server_cpu_ms"] > 0 for row in trips)
+    assert all(row["ratio"] > 0 < row["sent_vs_needed"] and row["server_cpu_ms"] > 0 for row in trips)
+    assert "unfinished" not in read["summary"]
     assert "Asynchronous training" in render([("a.json", read)])
+
+
+def test_an_interrupted_async_benchmark_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "async.json"
+    command = [sys.executable, "-m", "omnilearn", "bench", "async", "--quick", "--levels", "HL1", "--workers", "1"]
+    process = subprocess.Popen([*command, "--json", str(path)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    read = json.loads(path.read_text())
+    assert read["summary"]["unfinished"] is True
+    assert [row["workers"] for row in read["rows"]] == [1]
 
 
 def test_a_failing_worker_is_named_and_nothing_is_left() -> None:

@@ -15,9 +15,16 @@ from omnilearn.errors import InfeasibleError
 @given(st.sampled_from(LR_RULES), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))
 def test_learning_rate_rules(rule: str, batch: float, reference: float) -> None:
     factor = lr_factor(rule, batch, reference)
-    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
+    power = {"capped": 1.0 if batch < reference else 0.0, "linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
     assert math.isclose(factor, (batch / reference) ** power, rel_tol=1e-12)
     assert lr_factor(rule, reference, reference) == 1.0
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))
+def test_the_capped_rate_grows_with_the_batch_and_is_never_more_than_was_chosen(a: float, b: float, c: float) -> None:
+    small, large = sorted((a, b))
+    assert lr_factor("capped", small, c) <= lr_factor("capped", large, c) <= 1.0
+    assert lr_factor("capped", a, c) <= lr_factor("linear", a, c)
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
@@ -39,7 +46,7 @@ def test_a_fresh_gradient_of_a_worker_that_is_not_ahead_is_applied_in_full(rule:
 
 
 def test_wrong_values_are_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"'cubic'.*linear, sqrt, none"):
+    with pytest.raises(InfeasibleError, match=r"'cubic'.*capped, linear, sqrt, none"):
         lr_factor("cubic", 1, 1)
     with pytest.raises(InfeasibleError, match=r"positive batches, got 0 and reference 8"):
         lr_factor("linear", 0, 8)

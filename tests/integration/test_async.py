@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.observe import read
+from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.gang import Gang, WorkerError
 from tests.integration.asynchronous import count_epochs, counting, uses
 from tests.integration.common import Numbered, blobs, equal, mlp, norm_net, run_epochs, snapshot
@@ -73,14 +75,19 @@ def together(log: str, options: dict[str, Any], epochs: int) -> Any:
     with omni:
         count_epochs(model, optimizer, omni, loader, epochs)
         assert len(loader) == 5
+        assert omni._worker._tensors.shared == (os.environ.get(SWITCH) != "0")
         return uses(model), omni._worker._step, omni._worker.version, snapshot(model), omni.epoch, omni.world_size
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_once_and_no_update_lost(gang: Gang, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "sent_by"), [(0, ()), (2, ()), (0, (0, 1, 2)), (0, (1,))])
+def test_every_sample_once_and_no_update_lost(
+    gang: Gang, tmp_path: Path, workers: int, sent_by: tuple[int, ...]
+) -> None:
+    """Whether gradients and parameters are sent, or lie in memory that is shared with the server."""
     epochs = 3
     options = {"policy": "optimal", "num_workers": workers}
-    results = gang.run(3, together, str(tmp_path), options, epochs)
+    environment = {rank: {SWITCH: "0"} for rank in sent_by}
+    results = gang.run(3, together, str(tmp_path), options, epochs, environment=environment)
     for counts, _, version, state, epoch, _ in results:
         assert counts == [float(epochs)] * 120
         assert version == sum(steps for _, steps, *_ in results), "each gradient is one update"
@@ -202,6 +209,33 @@ def test_schedulers_follow_the_global_progress(gang: Gang, kind: str, expected: 
     """Four global batches an epoch, whatever the number of workers."""
     for seen in gang.run(2, scheduled, kind):
         assert seen == pytest.approx(expected)
+
+
+def scaled() -> Any:
+    """The first step of each worker overflows, and its GradScaler leaves it out."""
+    with OmniLearn(24, mode="async") as omni:
+        model = mlp()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+        before = snapshot(model)
+        model, optimizer, scaler = omni.prepare(model, torch.optim.Adam(model.parameters(), fused=True), scaler)
+        batches = 0
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            omni.backward(scaler.scale(100 * F.cross_entropy(model(x), y)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            batches += 1
+        assert not equal(before, snapshot(model))
+        return batches - omni._worker._step, snapshot(model), omni._worker._outstanding
+
+
+def test_a_step_that_the_scaler_leaves_out(gang: Gang) -> None:
+    results = gang.run(2, scaled)
+    for left_out, state, outstanding in results:
+        assert left_out == 1
+        assert equal(state, results[0][1])
+        assert all(torch.isfinite(tensor).all() for tensor in state)
+        assert outstanding == 0
 
 
 def by_hand() -> Any:

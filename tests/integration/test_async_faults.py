@@ -15,6 +15,7 @@ import torch
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.integration.asynchronous import Counter, Crew, count_epochs, counting, crew, uses
 
 SIZE = 96
@@ -56,9 +57,10 @@ def train(folder: Path, epochs: int = 2, fault: str = "", **options: Any) -> Any
 
 
 def three(team: Crew, fault: str, where: int = 1, **options: Any) -> None:
+    environment = {SWITCH: "0"} if fault == "mid-push" else {}  # in shared memory there is no middle
     for rank in range(3):
         options_here = {"fault": fault if rank == where else "pace", **options}
-        team.start(f"worker {rank}", _call, options_here, rank=rank, size=3)
+        team.start(f"worker {rank}", _call, options_here, rank=rank, size=3, **environment)
 
 
 def _call(folder: Path, options: dict[str, Any]) -> Any:
@@ -176,6 +178,7 @@ def test_join_late_past_a_peer_that_speaks_garbage(tmp_path: Path) -> None:
         address = team.server["address"]
         garbage(address)
         team.start("other model", other_model, address)
+        assert "models differ: uses is" in team.result("other model")  # while the first waits for the second
         team.start("second", late, address)
         first, second = team.result("first"), team.result("second")
         assert team.mark("joined")
@@ -183,7 +186,6 @@ def test_join_late_past_a_peer_that_speaks_garbage(tmp_path: Path) -> None:
         assert second["steps"] > 0, "the newcomer took part"
         assert first["uses"] == second["uses"] == [4.0] * SIZE
         assert "was let go" in team.said("first")
-        assert "models differ: uses is" in team.result("other model")
 
 
 def other_model(folder: Path, address: str) -> str:

@@ -17,7 +17,7 @@ from omnilearn.cluster.resources import Resources
 from omnilearn.control import Problem
 from omnilearn.engine.planning import Planning
 from omnilearn.errors import InfeasibleError, UsageError
-from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.layout import Layout, all_finite
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait
 
@@ -160,3 +160,59 @@ def test_a_newcomer_is_planned_for_by_what_the_others_really_do() -> None:
     with pytest.raises(InfeasibleError):
         planning.roster({rank: cpu(1) for rank in range(40)})
     assert planning.plan.batches == (16, 48), "nothing changes where it cannot be"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+def test_the_server_leaves_the_card_alone(monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]) -> None:
+    """Where rank 0 has a card, the forked server must not look at it: CUDA raises there."""
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    owner = Owner(model, optimizer, (), Portrait(model).copies(), optimizer.state_dict())
+    before = owner.values.clone()
+
+    def forked(*_: object) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", forked)
+    owner.apply([torch.ones_like(p) for p in model.parameters()], [1, 1], 1.0)
+    assert not torch.equal(before, owner.values)
+
+
+# Shared memory
+
+
+def test_both_sides_see_the_same_memory() -> None:
+    offer = shared.offer("127.0.0.1:1", 100)
+    assert offer is not None
+    theirs = shared.accept(offer.words, 100)
+    offer.close()
+    assert theirs is not None
+    theirs[7] = 3
+    assert offer.memory[7] == 3
+    assert (len(theirs), len(offer.memory)) == (100, 100)
+
+
+def test_memory_that_is_not_what_was_said_is_left_alone() -> None:
+    offer = shared.offer("127.0.0.1:1", 100)
+    assert offer is not None
+    with open("/dev/null") as other:
+        for words, size in (
+            (offer.words, 99),
+            ({**offer.words, "secret": "00" * 64}, 100),
+            ({**offer.words, "descriptor": other.fileno()}, 100),
+            ({**offer.words, "process": 2**30}, 100),
+            ({**offer.words, "descriptor": "../../etc/passwd"}, 100),
+            ({}, 100),
+            (None, 100),
+        ):
+            assert shared.accept(words, size) is None
+    offer.close()
+
+
+def test_no_memory_is_offered_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "local_address", lambda endpoint: "10.0.0.1")
+    assert shared.offer("10.0.0.2:1", 100) is None
+    monkeypatch.undo()
+    monkeypatch.setenv(shared.SWITCH, "0")
+    assert shared.offer("127.0.0.1:1", 100) is None

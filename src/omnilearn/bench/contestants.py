@@ -157,9 +157,16 @@ class Omni:
     """OmniLearn as a user has it. A block is an epoch of ``steps`` steps, the same number each time."""
 
     def __init__(
-        self, job: Job, steps: int, policy: str | Policy = "optimal", *, seed: int = 0, **options: Any
+        self,
+        job: Job,
+        steps: int,
+        policy: str | Policy = "optimal",
+        *,
+        seed: int = 0,
+        clip: float | None = None,
+        **options: Any,
     ) -> None:
-        self._job, self._steps = job, steps
+        self._job, self._steps, self._clip = job, steps, clip
         model, optimizer = job.start(seed)
         if options.get("mode") == "async" and isinstance(optimizer, torch.optim.SGD):
             # The workloads' rates are for the global batch; in asynchronous mode one is for a worker's mean share.
@@ -181,6 +188,8 @@ class Omni:
             watch.backward(loss)
             omni.backward(loss)
             watch.reduced(step)
+            if self._clip is not None:
+                omni.clip_grad_norm_(self._clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
             block.ends[step], block.samples[step] = watch.now(), block.samples.get(step, 0) + len(y)
@@ -214,6 +223,8 @@ class AsyncOmni(Omni):
         for step, (x, y) in enumerate(self.loader):
             loss = self._job.workload.loss(self.model, x, y)
             self.omni.backward(loss)
+            if self._clip is not None:
+                self.omni.clip_grad_norm_(self._clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
             block.ends[step], block.samples[step] = time.perf_counter(), len(y)

@@ -193,7 +193,7 @@ def _async(record: Data) -> list[str]:
     summary = record["summary"]
     rows = [
         [level, name, who, own["staleness_p95_vs_plain"], own["accuracy_gain_vs_plain"],
-         "–".join(f"{value:.2g}" for value in own["accuracy_gain_spread"]) if summary["seeds"][name] > 1 else "–",
+         _between(*own["accuracy_gain_spread"]),
          own["accuracy_gain_equal_samples"], own["accuracy_gap_to_sync"], own["samples_per_s_vs_plain"],
          own["samples_per_s_vs_sync"]]
         for level, outcomes in summary["levels"].items()
@@ -213,10 +213,26 @@ def _async(record: Data) -> list[str]:
         "our goals at HL8: half the p95 of staleness, no worse accuracy, 0.95 of the samples per second).\n",
         table(columns, rows),
         "Push and pull of a gradient and parameters, workers with nothing to compute on this machine, beside the same "
-        f"messages over the bare transport: {cell(summary['round_trips_vs_transport'])} of its rate (goal: 0.9).\n",
+        f"messages over the bare transport: {cell(summary['round_trips_vs_transport'])} of its rate (goal: 0.9)."
+        f"{_sent(summary)}\n",
         table(list(trips[0]), shown),
         *_measured({"rows": trained}),
     ]
+
+
+def _between(least: float, most: float) -> str:
+    """Over seeds; with one of them there is nothing between."""
+    return f"{least:.2g} to {most:.2g}" if least < most else "–"
+
+
+def _sent(summary: Data) -> str:
+    """How it is between hosts, for records that know the difference."""
+    if "sent_vs_messages" not in summary:
+        return ""
+    return (
+        f" Where everything is sent, as between hosts: {cell(summary['sent_vs_messages'])}, and "
+        f"{cell(summary['sent_vs_needed'])} of a bare loop that also applies the update and copies what has to be."
+    )
 
 
 def _ablation(record: Data) -> list[str]:

@@ -1,7 +1,11 @@
-"""How much of what the transport can do does the asynchronous engine reach? Round trips of both, side by side.
+"""How much of what the transport can do does the asynchronous engine reach? Round trips of both, in turns.
 
-Workers with nothing to compute push gradients and receive parameters as fast as they can; beside it the same messages
-over the same kind of connection, with nothing done to them. Processes are forked from this one, which has torch loaded.
+Workers with nothing to compute push gradients and receive parameters as fast as they can: as on one host, where memory
+is shared with the server, and as between hosts, where all of it is sent. Beside them two bare loops, the same processes
+with the same messages in the same chunks over the same connections: one does nothing to what it receives; the other
+does what has to be done with it, whatever the engine (the gradient is copied to be sent, the same optimizer applies
+it, one at a time, and the parameters are copied for the answer). Processes are forked from this one, which has torch
+loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import TCPStore
@@ -25,7 +30,8 @@ from omnilearn.bench.record import Row, median_and_spread
 from omnilearn.errors import OmniLearnError
 from omnilearn.pytorch import OmniLearn
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.owner import Portrait
+from omnilearn.pytorch.asynchronous.owner import Owner, Portrait
+from omnilearn.pytorch.asynchronous.shared import SWITCH
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 
 LIMIT = timedelta(seconds=60)
@@ -53,41 +59,54 @@ class Endless(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def measure(workers: int, parameters: int, seconds: float, rounds: int) -> Row:
-    """Round trips per second, all workers together: the engine's, the bare transport's, and their ratio."""
+    """Round trips per second, all workers together: the engine's, the bare loops', and the ratios of each round."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # torch loads its compiler here, once
-    ours, bare, cost = [], [], []
+    rates: dict[str, list[float]] = {}
+    costs: list[float] = []
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory(prefix="omnilearn-bench-") as folder:
-            results = _together(workers, _engine, parameters, seconds, folder)
-        ours.append(sum(steps / spent for steps, spent, _ in results))
-        cost.append(1e3 * max(cpu for _, _, cpu in results) / max(sum(steps for steps, _, _ in results), 1))
-        results = _together(workers, _bare, parameters, seconds, "")
-        bare.append(sum(steps / spent for steps, spent, _ in results))
-    ratio = median_and_spread(a / b for a, b in zip(ours, bare, strict=True))
+        for name, function, variant in (
+            ("shared", _engine, "1"), ("messages", _bare, ""), ("sent", _engine, "0"), ("needed", _bare, "update"),
+        ):  # fmt: skip
+            with tempfile.TemporaryDirectory(prefix="omnilearn-bench-") as folder:
+                results = _together(workers, function, parameters, seconds, variant, folder)
+            rates.setdefault(name, []).append(sum(steps / spent for steps, spent, _ in results))
+            if name == "shared":
+                costs.append(1e3 * max(cpu for *_, cpu in results) / max(sum(steps for steps, *_ in results), 1))
+
+    def ratio(ours: str, bare: str) -> Any:
+        return median_and_spread(a / b for a, b in zip(rates[ours], rates[bare], strict=True))
+
+    found = ratio("shared", "messages")
     return {
         "workers": workers,
         "parameters": parameters,
-        "round_trips_per_s": median_and_spread(ours)["median"],
-        "transport_per_s": median_and_spread(bare)["median"],
-        "ratio": ratio["median"],
-        "lower": ratio["lower"],
-        "upper": ratio["upper"],
-        "server_cpu_ms": median_and_spread(cost)["median"],
+        "round_trips_per_s": float(np.median(rates["shared"])),
+        "sent_per_s": float(np.median(rates["sent"])),
+        "messages_per_s": float(np.median(rates["messages"])),
+        "needed_per_s": float(np.median(rates["needed"])),
+        "ratio": found["median"],
+        "lower": found["lower"],
+        "upper": found["upper"],
+        "sent_vs_messages": ratio("sent", "messages")["median"],
+        "sent_vs_needed": ratio("sent", "needed")["median"],
+        "server_cpu_ms": float(np.median(costs)),
     }
 
 
 def _together(workers: int, function: Callable[..., Any], *args: Any) -> list[tuple[int, float, float]]:
     """What the function returned in each of the workers' processes: steps, seconds, the server's CPU seconds."""
     context = mp.get_context("fork")
-    store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(workers):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(theirs, function, rank, workers, store.port, args), daemon=False)
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(theirs, function, rank, workers, args), daemon=False)
         process.start()
         theirs.close()
         pipes.append(mine)
         processes.append(process)
+    store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)  # its threads must not be there at a fork
+    for pipe in pipes:
+        pipe.send(store.port)
     try:
         results = []
         for rank, pipe in enumerate(pipes):
@@ -106,8 +125,9 @@ def _together(workers: int, function: Callable[..., Any], *args: Any) -> list[tu
                 process.join(10)
 
 
-def _child(pipe: Any, function: Callable[..., Any], rank: int, workers: int, port: int, args: Any) -> None:
+def _child(pipe: Any, function: Callable[..., Any], rank: int, workers: int, args: Any) -> None:
     torch.set_num_threads(1)
+    port = pipe.recv()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(workers), MASTER_ADDR=ADDRESS, MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", OMNILEARN_DEVICE="cpu",
@@ -115,7 +135,8 @@ def _child(pipe: Any, function: Callable[..., Any], rank: int, workers: int, por
     pipe.send(function(rank, workers, port, *args))
 
 
-def _engine(rank: int, workers: int, port: int, parameters: int, seconds: float, folder: str) -> Any:
+def _engine(rank: int, workers: int, port: int, parameters: int, seconds: float, sharing: str, folder: str) -> Any:
+    os.environ[SWITCH] = sharing
     model = Ballast(parameters)
     omni = OmniLearn(workers, mode="async", policy="uniform", log_dir=folder, timeout=LIMIT.total_seconds())
     wrapped, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -144,16 +165,16 @@ def _cpu_seconds(folder: str) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, _: str) -> Any:
-    """The same messages, and nothing else. Rank 0's process has a child that answers."""
+def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, variant: str, _: str) -> Any:
+    """The same messages. Rank 0's process has a child that answers."""
     store = TCPStore(ADDRESS, port, is_master=False, timeout=LIMIT)
     if rank == 0 and not os.fork():
         try:
-            _echo(workers, port, parameters)
+            _echo(workers, port, parameters, update=bool(variant))
         finally:
             os._exit(0)
     portrait = Portrait(Ballast(parameters))
-    outbox = torch.zeros(portrait.values.size + portrait.flags, dtype=torch.uint8)
+    gradient, outbox = portrait.values.empty(), torch.zeros(portrait.message, dtype=torch.uint8)
     values = portrait.values.empty()
     pair = Pair(store, f"bare-{rank}", 1, ADDRESS, LIMIT)
     steps, begin = -1, time.perf_counter()
@@ -161,6 +182,8 @@ def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, _
     while store.add("ready", 0) < workers:
         time.sleep(0.001)
     while True:
+        if variant:
+            outbox[: len(gradient)].copy_(gradient)
         pair.send(Header(wire.PUSH), [outbox])
         pair.receive_header((wire.OK,))
         pair.receive([values])
@@ -174,17 +197,25 @@ def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, _
     return steps, spent, 0.0
 
 
-def _echo(workers: int, port: int, parameters: int) -> None:
-    portrait = Portrait(Ballast(parameters))
+def _echo(workers: int, port: int, parameters: int, update: bool) -> None:
+    model, lock = Ballast(parameters), threading.Lock()
+    portrait, optimizer = Portrait(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    owner = Owner(model, optimizer, (), portrait.copies(), optimizer.state_dict())
 
     def answer(rank: int) -> None:
         pair = Pair(TCPStore(ADDRESS, port, is_master=False, timeout=LIMIT), f"bare-{rank}", 0, ADDRESS, LIMIT)
-        inbox = torch.zeros(portrait.values.size + portrait.flags, dtype=torch.uint8)
+        inbox = torch.zeros(portrait.message, dtype=torch.uint8)
+        values = inbox[: portrait.values.size]
+        gradients = portrait.values.views(values)
         try:
             while True:
                 pair.receive_header((wire.PUSH,))
                 pair.receive([inbox])
-                pair.send(Header(wire.OK), [inbox[: portrait.values.size]])
+                if update:
+                    with lock:
+                        owner.apply(gradients, [1] * len(gradients), 1.0)
+                        values.copy_(owner.values)
+                pair.send(Header(wire.OK), [values])
         except wire.Disconnected:
             pair.close()
 

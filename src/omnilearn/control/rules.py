@@ -7,18 +7,24 @@ from math import sqrt
 
 from omnilearn.errors import InfeasibleError
 
-LR_RULES = ("linear", "sqrt", "none")
+LR_RULES = ("capped", "linear", "sqrt", "none")
 STALENESS_RULES = ("apply", "scale", "discard", "bounded")
 
 
 def lr_factor(rule: str, batch: float, reference: float) -> float:
     """What to multiply the learning rate with when ``batch`` samples are used where it was chosen for ``reference``.
 
+    ``capped``: linear up to the reference, and never more than the learning rate that was chosen.
+
     >>> lr_factor("linear", 64, 128), lr_factor("sqrt", 32, 128), lr_factor("none", 64, 128)
     (0.5, 0.5, 1.0)
+    >>> lr_factor("capped", 64, 128), lr_factor("capped", 512, 128)
+    (0.5, 1.0)
     """
     if not (batch > 0 and reference > 0):
         raise InfeasibleError(f"learning-rate scaling needs positive batches, got {batch} and reference {reference}")
+    if rule == "capped":
+        return min(1.0, batch / reference)
     if rule == "linear":
         return batch / reference
     if rule == "sqrt":

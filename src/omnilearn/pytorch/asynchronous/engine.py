@@ -27,6 +27,7 @@ from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.owner import is_scheduler
+from omnilearn.pytorch.asynchronous.steps import StepLog
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 from omnilearn.pytorch.engine import NonFiniteError
@@ -35,9 +36,6 @@ from omnilearn.pytorch.model import OmniModel, gate
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
-
-LOG_EVERY = 0.5
-"""Seconds between two entries in the events."""
 
 
 class AsyncEngine:
@@ -50,6 +48,7 @@ class AsyncEngine:
         pair: Pair,
         first: Header,
         module: nn.Module,
+        tensors: Tensors,
         optimizer: torch.optim.Optimizer,
         others: tuple[Any, ...],
         *,
@@ -64,7 +63,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._tensors = Tensors(module, world.device)
+        self._tensors = tensors
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]
@@ -80,10 +79,8 @@ class AsyncEngine:
         self._scheduled[:, 2] = math.nan
         self._clock: float | None = None  # the end of the last answer; None: what follows is not measured
         self._timing = (0, 0.0)
-        self._steps: list[tuple[int, float, float, int, float]] = []
-        self._applied = 0
+        self._steps = StepLog(events)
         self._step = 0
-        self._logged, self._first_step = time.monotonic(), 0
         note = self._take(first, "joining")
         self.next_epoch: int = note["next"]
         self._gate()
@@ -185,6 +182,7 @@ class AsyncEngine:
     def end_epoch(self) -> bool:
         """Whether the epoch is over, for all; otherwise there are leases that another worker gave back."""
         self._unpushed.clear()
+        self._outstanding = 0  # the server counts what the loop made no step for as used
         answer, _ = self._ask(wire.END, "ending an epoch", self._tensors.buffers(), parts=wire.BUFFERS, leases=0)
         self._clock = None
         if not answer["over"]:
@@ -221,7 +219,7 @@ class AsyncEngine:
             self._ask(wire.LEAVE, "leaving an epoch", self._tensors.buffers(), parts=wire.BUFFERS)
 
     def _end_loop(self) -> None:
-        self._log_steps(all_of_them=True)
+        self._steps.write(now=True)
         self.piece = self.loader = None
         self.next_epoch = self.epoch + 1
 
@@ -286,7 +284,7 @@ class AsyncEngine:
         if answer["kind"] != wire.LATE:
             self._outstanding -= len(shares)
         applied = answer["kind"] == wire.OK
-        self._applied += applied
+        self._steps.updates += applied
         staleness = answer["version"] - version - applied
         busy = 0.0
         if self._clock is not None and len(shares) == 1:
@@ -294,10 +292,10 @@ class AsyncEngine:
             busy = begin - self._clock
         if self.events:
             wait = end - begin if busy else 0.0
-            self._steps.append((samples, busy, wait, staleness, float(self._loss)))
+            self._steps.add(samples, busy, wait, staleness, float(self._loss))
         self._clock = end
         self._step += 1
-        self._log_steps(all_of_them=False)
+        self._steps.write(now=False)
         self._heed(answer["kind"])
         return False
 
@@ -379,22 +377,6 @@ class AsyncEngine:
             with contextlib.suppress(Exception):
                 self._pair.close()
             self._pair = None
-
-    def _log_steps(self, all_of_them: bool) -> None:
-        if not self._steps or not (all_of_them or time.monotonic() - self._logged > LOG_EVERY):
-            return
-        rows, self._steps, self._logged = self._steps, [], time.monotonic()
-        self.events.write(
-            "steps",
-            step=self._first_step,
-            batch=[row[0] for row in rows],
-            busy=[round(row[1], 6) for row in rows],
-            wait=[round(row[2], 6) for row in rows],
-            staleness=[row[3] for row in rows],
-            loss=[round(row[4], 6) for row in rows],
-            updates=self._applied,
-        )
-        self._first_step += len(rows)
 
 
 def gate_scheduler(scheduler: Any, instead: Callable[..., None]) -> None:

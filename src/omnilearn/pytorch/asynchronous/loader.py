@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from omnilearn.control import apportion
 from omnilearn.data import Permutation, Share
 from omnilearn.engine.source import Piece
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
+from omnilearn.pytorch.evaluate import EvalLoader
 from omnilearn.pytorch.loader import _data_loader, _mixed, to_device
 
 
@@ -129,26 +130,21 @@ class _Feed:
         return len(self._loader)
 
 
-class AsyncEvalLoader:
+class AsyncEvalLoader(EvalLoader):
     """Evaluation, each sample once: between epochs split by speed over the workers, inside the loop all of it here."""
 
     def __init__(self, engine: AsyncEngine, data: Any, *, batch_size: int | None = None, **options: Any) -> None:
-        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-            raise InfeasibleError(f"{type(data).__name__} has no length: evaluation needs a map-style dataset")
-        self._engine, self._data = engine, data
-        self.batch_size = batch_size or max(1, engine.global_batch // max(engine.workers, 1))
-        self._part = range(len(data))
-        options.setdefault("pin_memory", engine.world.device.type == "cuda")
-        self._loader: DataLoader[Any] = DataLoader(data, batch_sampler=_Slices(self), **options)
+        batch_size = batch_size or max(1, engine.global_batch // max(engine.workers, 1))
+        device = engine.world.device
+        super().__init__(cast(Any, engine), data, device, engine.global_batch, batch_size=batch_size, **options)
+        self._worker, self._size = engine, len(data)
+        self._part = range(self._size)
 
     def part(self) -> range:
         return self._part
 
-    def __len__(self) -> int:
-        return -(-len(self._part) // self.batch_size)
-
     def __iter__(self) -> Iterator[Any]:
-        engine, size = self._engine, len(self._data)
+        engine, size = self._worker, self._size
         self._part = range(size)
         if engine.loader is None:
             met = engine.meet({"evaluates": size})
@@ -164,16 +160,3 @@ class AsyncEvalLoader:
                 yield to_device(batch, engine.world.device)
         finally:
             engine.restart_clock()
-
-
-class _Slices:
-    def __init__(self, loader: AsyncEvalLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        part, size = self._loader.part(), self._loader.batch_size
-        for start in range(part.start, part.stop, size):
-            yield list(range(start, min(start + size, part.stop)))
-
-    def __len__(self) -> int:
-        return len(self._loader)

@@ -20,7 +20,9 @@ class Member:
     where: str
     resources: Resources
     pair: Pair
-    inbox: torch.Tensor  # its gradients, flags and buffers; answers are sent from the same memory
+    inbox: torch.Tensor  # its gradients, flags and buffers
+    outbox: torch.Tensor  # the parameters of an answer
+    shared: bool  # the worker has both boxes in its own memory too: nothing in them is sent
     gradients: list[torch.Tensor]
     flags: torch.Tensor
     theirs: torch.Tensor
@@ -41,18 +43,27 @@ class Member:
     busy: bool = False  # its message is being answered
 
     @staticmethod
-    def of(rank: int, where: str, resources: Resources, pair: Pair, layout: Portrait) -> Member:
-        """One that has connected, with the memory for what it will send."""
-        values, flags, rest = layout.values.size, layout.flags, layout.rest.size
-        inbox = torch.zeros(values + flags + rest, dtype=torch.uint8)
+    def of(
+        rank: int, where: str, resources: Resources, pair: Pair, layout: Portrait, memory: torch.Tensor | None
+    ) -> Member:
+        """One that has connected, with the memory for what it will send: shared with it, where there is such."""
+        values, flags = layout.values.size, layout.flags
+        inbox = torch.zeros(layout.message, dtype=torch.uint8) if memory is None else memory[values:]
         numbers = inbox[:values]
         return Member(
             rank, where, resources, pair, inbox,
+            outbox=numbers if memory is None else memory[:values],  # a gradient is used before it is answered
+            shared=memory is not None,
             gradients=layout.values.views(numbers),
             flags=inbox[values : values + layout.values.count],
             theirs=inbox[values + flags :],
             numbers=layout.values.stretches(numbers),
         )  # fmt: skip
+
+    def give(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Have a copy of these parameters in the answer: what is to be sent of it."""
+        self.outbox.copy_(values)
+        return [] if self.shared else [self.outbox]
 
     @property
     def computes(self) -> bool:

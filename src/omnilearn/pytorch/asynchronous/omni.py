@@ -29,7 +29,9 @@ from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
-from omnilearn.pytorch.asynchronous.server import Server, Settings
+from omnilearn.pytorch.asynchronous.room import Settings
+from omnilearn.pytorch.asynchronous.server import Server
+from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
 from omnilearn.pytorch.loader import check_options, take_over
 from omnilearn.pytorch.model import fingerprint, smallest_batch
@@ -117,9 +119,12 @@ class AsyncOmniLearn(OmniLearn):
         }
         address = self._address or self._find_server(model, optimizer, others, minimum, passport)
         means = asdict(detect(str(self.device), measure=True))
-        pair, first = process.join(address, self.rank, passport, means, self._world.timeout)
+        pair, first, memory = process.join(
+            address, self.rank, passport, means, self._world.timeout, Portrait(model).shared
+        )
+        tensors = Tensors(model, self.device, memory)
         self._engine = cast(Any, AsyncEngine(
-            self._world, address, pair, first, model, optimizer, others, global_batch=self.global_batch,
+            self._world, address, pair, first, model, tensors, optimizer, others, global_batch=self.global_batch,
             nonfinite=self._nonfinite, on_plan=self._announce, events=self._events,
         ))  # fmt: skip
         atexit.register(self._at_exit)

@@ -30,6 +30,8 @@ class Portrait:
         self.buffers = list(module.buffers())
         self.values, self.rest, self.fixed = Layout(self.trainable), Layout(self.buffers), Layout(self.frozen)
         self.flags = -(-self.values.count // ALIGNMENT) * ALIGNMENT  # bytes; which gradients there are
+        self.message = self.values.size + self.flags + self.rest.size  # bytes of a gradient with all that goes with it
+        self.shared = self.values.size + self.message  # bytes of what both sides use where they share memory
 
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All of it in main memory, flat."""
@@ -72,6 +74,10 @@ class Owner:
         ):
             for tensor, view in zip(tensors, layout.views(flat), strict=True):
                 tensor.data = view
+        # Adam and others look at the card's stream before each step, whether a graph is being captured. There is no
+        # card in a forked process, and looking for it raises.
+        for look in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+            setattr(optimizer, look, lambda: None)
         optimizer.load_state_dict(optimizer_state)
         self._chosen = [{key: group[key] for key in WAYS if key in group} for group in optimizer.param_groups]
         self._choose_ways()

@@ -32,9 +32,10 @@ import torch.distributed as dist
 from omnilearn.cluster.rendezvous import local_address
 from omnilearn.cluster.resources import Resources
 from omnilearn.errors import OmniLearnError, PeerFailure, UsageError
-from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.members import Member
-from omnilearn.pytorch.asynchronous.server import START, Server
+from omnilearn.pytorch.asynchronous.room import START
+from omnilearn.pytorch.asynchronous.server import Server
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
 
 log = logging.getLogger("omnilearn")
@@ -194,8 +195,9 @@ class _Door:
         with self._lock:
             self._visits += 1
             name = f"visit-{self._visits}"
-        _say(visitor, {"store": self.store, "name": name})
-        return {"name": name, "rank": rank, "resources": found}
+        memory = shared.accept(hello.get("memory"), self.server.owner.portrait.shared)
+        _say(visitor, {"store": self.store, "name": name, "shared": memory is not None})
+        return {"name": name, "rank": rank, "resources": found, "memory": memory}
 
     def _new_rank(self) -> int:
         with self._lock, self.server.lock:
@@ -208,7 +210,7 @@ class _Door:
         pair = Pair(store, joining["name"], 0, self.host, JOINING)
         pair.limit(self.server.settings.timeout)
         layout = self.server.owner.portrait
-        member = Member.of(joining["rank"], where, joining["resources"], pair, layout)
+        member = Member.of(joining["rank"], where, joining["resources"], pair, layout, joining["memory"])
         header, parts = self.server.welcome(member)
         try:
             pair.send(header, parts)
@@ -272,10 +274,16 @@ def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join(
-    address: str, rank: int, passport: dict[str, Any], resources: dict[str, Any], timeout: timedelta
-) -> tuple[Pair, Header]:
-    """A connection to the server at ``address``, and its first words."""
-    told = ask(address, {"want": "join", "rank": rank, "passport": passport, "resources": resources})
+    address: str, rank: int, passport: dict[str, Any], resources: dict[str, Any], timeout: timedelta, size: int
+) -> tuple[Pair, Header, torch.Tensor | None]:
+    """A connection to the server at ``address``, its first words, and ``size`` bytes shared with it, if they can be."""
+    offer = shared.offer(address, size)
+    try:
+        told = ask(address, {"want": "join", "rank": rank, "passport": passport, "resources": resources,
+                             "memory": offer and offer.words})  # fmt: skip
+    finally:
+        if offer is not None:
+            offer.close()
     host = address.rpartition(":")[0].strip("[]")
     try:
         store = dist.TCPStore(host, int(told["store"]), is_master=False, timeout=JOINING)
@@ -284,4 +292,4 @@ def join(
         pair.limit(timeout)
     except (RuntimeError, wire.Disconnected) as error:
         raise PeerFailure(f"the connection to the server at {address} failed: {error}") from error
-    return pair, header
+    return pair, header, offer.memory if offer is not None and told["shared"] else None

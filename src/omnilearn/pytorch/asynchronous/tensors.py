@@ -12,16 +12,21 @@ from omnilearn.pytorch.asynchronous.wire import Pair
 
 
 class Tensors:
-    """Where the device is the CPU, parameters *are* windows on the buffer that is received into."""
+    """Where the device is the CPU, parameters *are* windows on the buffer that is received into.
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    With ``memory`` that the server shares, nothing is received or sent: it writes the parameters there, while this
+    worker waits for its answer, and reads gradients and buffers from behind them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, memory: torch.Tensor | None = None) -> None:
         self._portrait = portrait = Portrait(module)
         self.trainable, self._device = portrait.trainable, device
         on_card = device.type != "cpu"
-        values, flags, rest = portrait.values.size, portrait.flags, portrait.rest.size
-        self._values = portrait.values.empty(device)
-        self._arrived = portrait.values.empty(pin=True) if on_card else self._values
-        self._outbox = torch.zeros(values + flags + rest, dtype=torch.uint8, pin_memory=on_card)
+        values, flags, self.shared = portrait.values.size, portrait.flags, memory is not None
+        if memory is None:
+            memory = torch.zeros(portrait.shared, dtype=torch.uint8, pin_memory=on_card)
+        self._arrived, self._outbox = memory[:values], memory[values:]
+        self._values = portrait.values.empty(device) if on_card else self._arrived
         self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
         self._rest = self._outbox[values + flags :]
         self._staged = portrait.values.empty(device) if on_card else self._numbers
@@ -50,17 +55,18 @@ class Tensors:
             self._numbers.copy_(self._staged)
         self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
         self.buffers()
-        return [self._outbox]
+        return [] if self.shared else [self._outbox]
 
     def buffers(self) -> list[torch.Tensor]:
         for view, buffer in zip(self._portrait.rest.views(self._rest), self._portrait.buffers, strict=True):
             view.copy_(buffer.detach())
-        return [self._rest] if len(self._rest) else []
+        return [self._rest] if len(self._rest) and not self.shared else []
 
     def receive(self, pair: Pair, parts: int) -> None:
         """What the header announced, straight into the parameters' memory."""
-        if parts & wire.VALUES and len(self._arrived):
-            pair.receive([self._arrived])
+        if parts & wire.VALUES:
+            if not self.shared:
+                pair.receive([self._arrived])
             if self._arrived is not self._values:
                 self._values.copy_(self._arrived, non_blocking=True)
             for tensor, view in self._aside:

@@ -77,7 +77,8 @@ class Rules:
     def scale(self, batch: Any) -> Any:
         """What ``lr_factor`` says, in a graph."""
         ratio = tf.cast(batch, tf.float64) / self.usual_batch
-        return {"linear": ratio, "sqrt": tf.sqrt(ratio), "none": tf.ones_like(ratio)}[self.lr_scaling]
+        rules = {"linear": ratio, "capped": tf.minimum(ratio, 1.0), "sqrt": tf.sqrt(ratio), "none": tf.ones_like(ratio)}
+        return rules[self.lr_scaling]
 
 
 class Shared:
