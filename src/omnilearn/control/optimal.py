@@ -189,15 +189,13 @@ class Optimal:
                     candidates.append(_over(problem, curves, others))
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
-        # In the beginning a set that looks better is worth a try; later only where the lines can be relied on.
         early = state.steps <= 2 * LEARNING
-        predicted = _time if early else _cautious
         for candidate in candidates:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else 0.04) if fewer else max(0.03, self._worth(curves, workers))
-            if workers == state.plan.active or 1 - predicted(candidate, curves, cost) / now < least:
+            if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
             if workers in refused and state.steps < refused[workers].until:
                 continue
@@ -340,11 +338,18 @@ def _time(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> floa
     return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
 
 
-def _cautious(batches: Ints, curves: Curves, cost: Floats) -> float:
-    """As ``_time``, and more for workers that would compute more than they did last, by how unsure their lines are."""
-    on, times = batches > 0, curves.times(batches)
-    doubt = np.where(batches > curves.at, np.minimum(curves.uncertainty(batches), times / 2), 0.0)
-    return float((times + doubt)[on].max() + cost[int(on.sum())])
+def _cautious(batches: Ints, curves: Curves, cost: Floats, early: bool) -> float:
+    """As ``_time``, and more for workers that would compute more than they did last.
+
+    A line fitted to small batches says little about one that is many times larger: with r times its batch a worker is
+    believed to need √r times the time, at least. Later, when a wrong trial is not soon made up for by what it teaches,
+    a line's uncertainty counts too.
+    """
+    on, times, more = batches > 0, curves.times(batches), batches > curves.at
+    growth = np.sqrt(batches / np.maximum(curves.at, 1.0))
+    least = np.where(more & (curves.at > 0), growth * curves.times(curves.at), 0.0)
+    doubt = 0.0 if early else np.where(more, np.minimum(curves.uncertainty(batches), times / 2), 0.0)
+    return float(np.maximum(times + doubt, least)[on].max() + cost[int(on.sum())])
 
 
 def _restricted(problem: Problem, workers: Workers) -> Problem:

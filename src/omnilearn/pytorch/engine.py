@@ -342,7 +342,9 @@ class SyncEngine(SyncLoop):
             return
         group = self.membership.talk(workers)
         with self.world.naming_the_culprit("averaging buffers"):
-            for buffer in buffers:
-                value = buffer.detach().to("cpu", torch.float64)
-                dist.all_reduce(value, group=group)
-                buffer.copy_((value / len(workers)).to(buffer.dtype))
+            # All in one message: a deep network has hundreds of them, and each would cost a round trip.
+            values = torch.cat([buffer.detach().flatten().double() for buffer in buffers]).cpu()
+            dist.all_reduce(values, group=group)
+            means = (values / len(workers)).to(buffers[0].device).split([buffer.numel() for buffer in buffers])
+            for buffer, mean in zip(buffers, means, strict=True):
+                buffer.copy_(mean.view_as(buffer))

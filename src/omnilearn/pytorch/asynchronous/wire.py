@@ -116,6 +116,10 @@ class Header:
             raise Nonsense(f"a note of {self['note']} bytes")
 
 
+PROMPT = timedelta(seconds=20)
+"""The server takes every worker's message at once, whatever else it does: one that does not is gone."""
+
+
 class Pair:
     """This process and one peer, in a gloo group of their own. ``me`` is 0 for the server, 1 for a worker."""
 
@@ -124,6 +128,7 @@ class Pair:
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._peer, self._timeout = 1 - me, timeout
+        self._prompt = min(PROMPT, timeout) if me else None
         try:
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), me, 2, options)
         except RuntimeError as error:
@@ -134,7 +139,11 @@ class Pair:
         self._timeout = timeout
 
     def send(self, header: Header, parts: Sequence[torch.Tensor] = ()) -> None:
-        self._all(self._group.send, [header.tensor, *parts], self._timeout)
+        if self._prompt is not None:
+            self._all(self._group.send, [header.tensor], self._prompt)
+            self._all(self._group.send, parts, self._timeout)
+        else:
+            self._all(self._group.send, [header.tensor, *parts], self._timeout)
 
     def receive_header(self, kinds: Sequence[int], timeout: timedelta | None = None) -> Header:
         header = Header()
