@@ -72,7 +72,7 @@ def effort(quick: bool) -> Effort:
             rounds=2,
             block=6,
             fixed=2,
-            learn=12,
+            learn=30,
             epoch=10,
             starts=1,
             start_steps=16,
