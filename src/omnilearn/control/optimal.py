@@ -268,7 +268,8 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         if np.any(curves.changes > changes):
             times = []  # those of other speeds
         n = int((batches > 0).sum())
-        if 0 < n == measured.sum():
+        steady = bool(np.all(curves.suspect[measured] == 1)) and np.array_equal(curves.changes, changes)
+        if 0 < n == measured.sum() and (steady or cost[n] is None):
             # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
             # late now and then.
             step = float((busy + wait)[measured].max())
