@@ -30,6 +30,8 @@ EXCITE = 0.25
 """How far batches are moved to tell α from β, as a fraction…"""
 LEARNING = 16
 """… in so many first steps."""
+MUCH = 0.3
+"""A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 LONGEST_TRIAL = 8
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
@@ -190,11 +192,14 @@ class Optimal:
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
         early = state.steps <= 2 * LEARNING
+        noise = float(np.max(curves.noise[list(active)]))
         for candidate in candidates:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
-            least = (0.02 if early else 0.04) if fewer else max(0.03, self._worth(curves, workers))
+            least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
+            if not early and not state.settled:
+                least = max(least, MUCH)  # the lines are still moving
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
             if workers in refused and state.steps < refused[workers].until:
