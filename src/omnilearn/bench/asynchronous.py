@@ -29,7 +29,7 @@ LEVELS = ("HL1", "HL2", "HL4", "HL8")
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("uniform", {"lr_scaling": "none"}),
     "dynamic": ("optimal", {}),
-    "dynamic, linear": ("optimal", {"lr_scaling": "linear"}),
+    "dynamic, capped": ("optimal", {"lr_scaling": "capped"}),
     "dynamic, scale": ("optimal", {"staleness": "scale"}),
     "dynamic, discard": ("optimal", {"staleness": "discard"}),
     "dynamic, bounded": ("optimal", {"staleness": "bounded"}),

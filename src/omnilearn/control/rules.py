@@ -7,7 +7,7 @@ from math import sqrt
 
 from omnilearn.errors import InfeasibleError
 
-LR_RULES = ("capped", "linear", "sqrt", "none")
+LR_RULES = ("linear", "capped", "sqrt", "none")
 STALENESS_RULES = ("apply", "scale", "discard", "bounded")
 
 

@@ -63,7 +63,7 @@ class OmniLearn(Facade):
     ``mode="async"``: nobody waits for anybody, a server applies each gradient as it comes (docs/async.md).
     ``staleness``: what becomes of late gradients, "apply", "scale", "discard" or "bounded", the last two beyond
     ``threshold`` (found: twice the number of workers). ``lr_scaling``: how the learning rate of an update follows its
-    batch, "capped", "linear", "sqrt" or "none". ``lease_timeout``: seconds of silence after which a worker's samples
+    batch, "linear", "capped", "sqrt" or "none". ``lease_timeout``: seconds of silence after which a worker's samples
     are given to others. ``join``: the address of a running server, to join it.
     """
 
@@ -95,7 +95,7 @@ class OmniLearn(Facade):
         timeout: float = 1800.0,
         staleness: str = "apply",
         threshold: int | None = None,
-        lr_scaling: str = "capped",
+        lr_scaling: str = "linear",
         lease_timeout: float = 60.0,
         join: str | None = None,
     ) -> None:

@@ -53,8 +53,9 @@ class OmniLearn(Facade):
     ``nonfinite``: "raise" or "skip" a step whose gradient is not finite. ``device``: found; or "cpu", "gpu:1".
     ``staleness``: what becomes of late gradients in asynchronous mode, "apply", "scale", "discard" or "bounded", the
     last two beyond ``threshold`` (found: twice the number of workers). ``lr_scaling``: how the size of an asynchronous
-    update follows its batch, "linear", "sqrt" or "none". ``log_dir``: where events go (docs/events.md); by default
-    where ``omnilearn run`` says. ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in seconds.
+    update follows its batch, "linear", "capped", "sqrt" or "none". ``log_dir``: where events go (docs/events.md); by
+    default where ``omnilearn run`` says. ``seed``: of the order of samples. ``timeout``: of every wait for a peer, in
+    seconds.
     """
 
     backend = "tensorflow"
