@@ -149,7 +149,7 @@ def journey(
             # The shortest of many short measurements is too good to be true: again, beside the journeys.
             for word, split in splits.items():
                 turn(word)
-                again = gang.block(SPLITS, oracle.WARM_UP + 4, split).after(oracle.WARM_UP)
+                again = gang.block(SPLITS, oracle.WARM_UP + 8, split).after(oracle.WARM_UP)
                 best[word] += again.seconds.tolist()
             for contestant in contestants if around % 2 else contestants[::-1]:
                 turn(climb[0])

@@ -387,8 +387,7 @@ class OmniLearn(Facade):
     def close(self) -> None:
         """Leave the group of workers. Also done at the end of a ``with`` block."""
         if self._engine is not None:
-            self._engine.settle()
-            self._engine.planner.drain()
+            self._finish()
         self._events.write("end", ok=True)
         self._events.close()
         self._let_go()
@@ -399,8 +398,19 @@ class OmniLearn(Facade):
         for loader in self._sources:
             loader.close()
         if self._engine is not None:
-            self._engine.membership.close()
+            self._abandon()
         self._world.close()
+
+    def _finish(self) -> None:
+        """What is still to be said to the others."""
+        assert self._engine is not None
+        self._engine.settle()
+        self._engine.planner.drain()
+
+    def _abandon(self) -> None:
+        """Leave the others, whatever they do."""
+        assert self._engine is not None
+        self._engine.membership.close()
 
     def _at_exit(self) -> None:
         """A script that does not close: the parked may still wait to hear that the others left the loop."""

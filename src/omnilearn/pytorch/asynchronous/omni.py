@@ -270,21 +270,11 @@ class AsyncOmniLearn(OmniLearn):
 
     # The end
 
-    def close(self) -> None:
-        if self._engine is not None:
-            self._worker.close()
-        self._events.write("end", ok=True)
-        self._events.close()
-        self._let_go()
+    def _finish(self) -> None:
+        self._worker.close()
 
-    def _let_go(self) -> None:
-        atexit.unregister(self._at_exit)
-        self._tracking.close()
-        for loader in self._sources:
-            loader.close()
-        if self._engine is not None:
-            self._worker.abandon()
-        self._world.close()
+    def _abandon(self) -> None:
+        self._worker.abandon()
 
     def _at_exit(self) -> None:
         if self._engine is not None:
