@@ -32,6 +32,7 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
+LEARN = "learn the curves"
 LONGEST_TRIAL = 8
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
@@ -63,7 +64,7 @@ class OptimalState(State):
     curves: Curves = field(default_factory=lambda: Curves.guess([1.0]))
     reduce_cost: tuple[float | None, ...] = ()  # measured, by number of active workers
     steps: int = 0
-    times: tuple[float, ...] = ()  # last measured step times of the current set of workers
+    times: tuple[float, ...] = ()  # last measured step times of the current plan
     excitements: int = 0
     settled: int = 0  # reports since the plan last changed
     trial: Trial | None = None
@@ -135,12 +136,12 @@ class Optimal:
                 batches, reason = wanted
                 measured = float(np.median(state.times)) if state.times else now
                 trial = Trial(before=plan, baseline=min(measured, then) if rebalance else measured)
-                after = replace(state, trial=trial, times=(), changed_at=state.steps)
+                after = replace(state, trial=trial, changed_at=state.steps)
                 return _follow(after, as_plan(batches, reason, _time(batches, curves, cost), now))
         if rebalance:
             return _follow(state, as_plan(balanced, "rebalance", then, now))
         if (moved := self._excite(problem, state)) is not None:
-            return _follow(replace(state, excitements=state.excitements + 1), as_plan(moved, "learn the curves"))
+            return _follow(replace(state, excitements=state.excitements + 1), as_plan(moved, LEARN))
         return replace(state, settled=state.settled + 1)
 
     def _worth(self, curves: Curves, active: Workers) -> float:
@@ -198,7 +199,7 @@ class Optimal:
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
-            if not early and not state.settled:
+            if state.plan.reason == LEARN if early else not state.settled:
                 least = max(least, MUCH)  # the lines are still moving
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
@@ -221,7 +222,7 @@ class Optimal:
             now, then = _time(plan.batches, curves, cost), _time(balanced, curves, cost)
             if trial.rebalances and 1 - then / now > self._worth(curves, plan.active) and state.times:
                 trial = replace(trial, rebalances=trial.rebalances - 1)
-                return _follow(replace(state, trial=trial, times=()), as_plan(balanced, "rebalance", then, now))
+                return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
             return state
         price = count * measured / trial.baseline
         if measured < 0.99 * trial.baseline:
@@ -234,9 +235,7 @@ class Optimal:
             failures=failures,
         )
         back = _over(problem, curves, trial.before.active)
-        after = replace(
-            state, trial=None, times=(), refuted=tuple(refused.items()), changed_at=state.steps, price=price
-        )
+        after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
 
@@ -281,7 +280,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
             together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
             known = cost[n]
             cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
-        if tuple(np.flatnonzero(batches).tolist()) == state.plan.active and measured.any():
+        if tuple(batches.tolist()) == state.plan.batches and measured.any():
             times.append(float((busy + wait)[measured].max()))
     return replace(
         state,
@@ -326,7 +325,7 @@ def _asked(problem: Problem, state: OptimalState) -> Workers:
 
 
 def _follow(state: OptimalState, plan: Plan) -> OptimalState:
-    return replace(state, plan=plan, settled=0)
+    return replace(state, plan=plan, times=(), settled=0)
 
 
 def _interval(state: OptimalState) -> int:
