@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> Record:
     how = Effort(
         rounds=args.rounds or (2 if args.quick else 4),
         block=6 if args.quick else 10,
-        fixed=2,
         learn=12 if args.quick else 40,
         epoch=20,
         starts=0,

@@ -53,9 +53,7 @@ class Effort:
 
     rounds: int
     block: int
-    """Steps per block of a policy; an epoch to OmniLearn."""
-    fixed: int
-    """Measured steps per block of a fixed split."""
+    """Steps per turn, the first ones not counted: an epoch to OmniLearn."""
     learn: int
     epoch: int
     """Steps after which the prototype adjusts; its authors' epochs are longer."""
@@ -71,7 +69,6 @@ def effort(quick: bool) -> Effort:
         return Effort(
             rounds=2,
             block=6,
-            fixed=2,
             learn=30,
             epoch=10,
             starts=1,
@@ -79,7 +76,7 @@ def effort(quick: bool) -> Effort:
             policies=("static", "optimal"),
             quick_search=True,
         )
-    return Effort(rounds=8, block=12, fixed=4, learn=60, epoch=20, starts=3, start_steps=40)
+    return Effort(rounds=8, block=12, learn=60, epoch=20, starts=3, start_steps=40)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,9 +202,10 @@ class Contest:
 
     def _block(self, contestant: str) -> Trace:
         if contestant in self.splits:
-            steps = self.how.fixed + oracle.WARM_UP
-            return self.gang.block(SPLITS, steps, self.splits[contestant]).after(oracle.WARM_UP)
-        return self.gang.block(contestant).after(1)
+            turn = self.gang.block(SPLITS, self.how.block, self.splits[contestant])
+        else:
+            turn = self.gang.block(contestant)
+        return turn.after(oracle.WARM_UP)  # the same for all: how fast a step is depends on when it comes
 
     # What came out
 
