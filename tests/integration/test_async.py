@@ -399,6 +399,8 @@ def bad_use() -> None:
         OmniLearn(4, mode="later")
     with pytest.raises(OmniLearnError, match="belong to mode='async'"):
         OmniLearn(4, staleness="discard")
+    with pytest.raises(OmniLearnError, match="join belongs to mode='async'"):
+        OmniLearn(4, join="127.0.0.1:1")
     with pytest.raises(OmniLearnError, match="unknown staleness rule 'never'"):
         OmniLearn(4, mode="async", staleness="never")
     with pytest.raises(OmniLearnError, match="unknown lr_scaling"):

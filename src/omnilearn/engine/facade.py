@@ -21,6 +21,20 @@ from omnilearn.observe import EventLog, Tracker, track
 log = logging.getLogger("omnilearn")
 
 
+def check_mode(mode: str, staleness: str, threshold: int | None, lr_scaling: str) -> None:
+    """Raise where these do not exist, or not together."""
+    if mode not in ("sync", "async"):
+        raise InfeasibleError(f"mode {mode!r} is unknown: use 'sync' or 'async'")
+    if staleness not in control.STALENESS_RULES:
+        raise InfeasibleError(f"unknown staleness rule {staleness!r}: use one of {', '.join(control.STALENESS_RULES)}")
+    if lr_scaling not in control.LR_RULES:
+        raise InfeasibleError(f"unknown lr_scaling {lr_scaling!r}: use one of {', '.join(control.LR_RULES)}")
+    if threshold is not None and threshold < 0:
+        raise InfeasibleError(f"threshold must not be negative, got {threshold}")
+    if mode == "sync" and (staleness != "apply" or threshold is not None):
+        raise InfeasibleError("staleness and threshold belong to mode='async': leave them out, or set the mode")
+
+
 class Facade(ABC):
     """Base of the frameworks' ``OmniLearn``. They make ``_world`` first, then take the options and open the events."""
 
@@ -201,9 +215,17 @@ class Facade(ABC):
 
     # The end
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the group of workers. Also done at the end of a ``with`` block."""
+        if self._engine is not None:
+            self._finish()
+        self._events.write("end", ok=True)
+        self._events.close()
+        self._let_go()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Say to the others what is still to be said."""
 
     @abstractmethod
     def _let_go(self) -> None:

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from omnilearn.errors import UsageError
+from omnilearn.pytorch.membership import decode, encode
+from omnilearn.pytorch.world import World
 
 FILE = "checkpoint.pt"
 VERSION = 1
@@ -55,6 +58,29 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise UsageError(f"{path} was not written by omni.save(): it has no version")
     if state["version"] != VERSION:
         raise UsageError(f"{path} has checkpoint version {state['version']}, this OmniLearn reads {VERSION}")
+    return state
+
+
+def receive(world: World, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The checkpoint that rank 0 reads, on all ranks; its error, on all ranks."""
+    if world.control is None:
+        return read(folder)
+    outcome: list[Any] = [None, 0]
+    blob = torch.empty(0, dtype=torch.uint8)
+    if world.is_main:
+        try:
+            blob = encode(read(folder))
+            outcome[1] = len(blob)
+        except UsageError as error:
+            outcome[0] = str(error)
+    with world.naming_the_culprit("receiving a checkpoint"):
+        dist.broadcast_object_list(outcome, src=0, group=world.control)
+        if outcome[0]:
+            raise UsageError(outcome[0])
+        if not world.is_main:
+            blob = torch.empty(outcome[1], dtype=torch.uint8)
+        dist.broadcast(blob, 0, group=world.control)
+    state: dict[str, Any] = decode(blob)
     return state
 
 

@@ -16,18 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from omnilearn import control
 from omnilearn.control import Policy
 from omnilearn.data import Sampler
-from omnilearn.engine.facade import Facade
+from omnilearn.engine.facade import Facade, check_mode
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
-from omnilearn.pytorch import attempt, checkpoint
+from omnilearn.pytorch import attempt, checkpoint, checks
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
 from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
-from omnilearn.pytorch.membership import decode, encode
 from omnilearn.pytorch.model import smallest_batch
-from omnilearn.pytorch.reduction import COMPRESSED
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -101,13 +98,13 @@ class OmniLearn(Facade):
     ) -> None:
         self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
-            _check_mode(mode, staleness, threshold, lr_scaling, lease_timeout, join)
-            self._compress = _checked_compression(compress, mode)
+            check_mode(mode, staleness, threshold, lr_scaling)
+            checks.options(mode, compress, lease_timeout, join)
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
                 micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
             )  # fmt: skip
-        kept["compress"] = compress
+        kept["compress"] = self._compress = compress
         if mode == "async":
             kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
                      "lease_timeout": lease_timeout}  # fmt: skip
@@ -147,7 +144,7 @@ class OmniLearn(Facade):
         if self._engine is not None:
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
         with self._world.alike():
-            self._check_prepared(model, optimizer, others)
+            checks.prepared(model, optimizer, others, self._micro_batch if self.world_size > 1 else None)
             model.to(self.device)
             problem = self._found_problem(smallest_batch(model))
         self._engine = SyncEngine(
@@ -165,31 +162,6 @@ class OmniLearn(Facade):
         )
         atexit.register(self._at_exit)
         return (self._engine.model, optimizer, *others)
-
-    def _check_prepared(self, model: Any, optimizer: Any, others: tuple[Any, ...]) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"prepare(model, optimizer[, scheduler]) got {type(model).__name__} and {type(optimizer).__name__}"
-            )
-        for other in others:
-            if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
-                raise UsageError(
-                    f"prepare(model, optimizer, …) got a {type(other).__name__}: what comes third must have state_dict "
-                    f"and load_state_dict, as schedulers and GradScalers do"
-                )
-            checkpoint.check_plain(f"the state of {type(other).__name__}", other.state_dict())
-        if self._micro_batch and self.world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-            raise InfeasibleError(
-                f"micro_batch={self._micro_batch} with SyncBatchNorm: shares differ, and so would the number of passes "
-                f"that all workers have to make together: use max_batch, or BatchNorm"
-            )
-        known = {id(p) for p in model.parameters()}
-        strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-        if strangers:
-            raise UsageError(
-                f"the optimizer holds {strangers} parameters that are not the model's: build it from the parameters of "
-                f"the model given to prepare()"
-            )
 
     def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
         """Batches of ``data`` for this worker: a dataset, with DataLoader's keywords, or a DataLoader to take over.
@@ -347,7 +319,7 @@ class OmniLearn(Facade):
         if engine.source is not None:
             raise UsageError("load() inside the training loop: call it before")
         engine.settle()
-        state = self._receive(folder)
+        state = checkpoint.receive(self._world, folder)
         try:
             engine.unpack(state)
             engine.membership.wrap()
@@ -360,37 +332,7 @@ class OmniLearn(Facade):
             checkpoint.restore_random_state(state["random"][self.rank], self.device)
         return dict(state["extra"])
 
-    def _receive(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
-        """The checkpoint that rank 0 reads, on all ranks; its error, on all ranks."""
-        if self._world.control is None:
-            return checkpoint.read(folder)
-        outcome: list[Any] = [None, 0]
-        blob = torch.empty(0, dtype=torch.uint8)
-        if self.is_main:
-            try:
-                blob = encode(checkpoint.read(folder))
-                outcome[1] = len(blob)
-            except UsageError as error:
-                outcome[0] = str(error)
-        with self._world.naming_the_culprit("receiving a checkpoint"):
-            dist.broadcast_object_list(outcome, src=0, group=self._world.control)
-            if outcome[0]:
-                raise UsageError(outcome[0])
-            if not self.is_main:
-                blob = torch.empty(outcome[1], dtype=torch.uint8)
-            dist.broadcast(blob, 0, group=self._world.control)
-        state: dict[str, Any] = decode(blob)
-        return state
-
     # The end
-
-    def close(self) -> None:
-        """Leave the group of workers. Also done at the end of a ``with`` block."""
-        if self._engine is not None:
-            self._finish()
-        self._events.write("end", ok=True)
-        self._events.close()
-        self._let_go()
 
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
@@ -402,7 +344,6 @@ class OmniLearn(Facade):
         self._world.close()
 
     def _finish(self) -> None:
-        """What is still to be said to the others."""
         assert self._engine is not None
         self._engine.settle()
         self._engine.planner.drain()
@@ -422,28 +363,3 @@ class OmniLearn(Facade):
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self.close()
         self._events.write("end", ok=False, error=self._world.error)
-
-
-def _checked_compression(compress: str | None, mode: str) -> str | None:
-    if compress is not None and compress not in COMPRESSED:
-        raise InfeasibleError(f"unknown compression {compress!r}: use {', '.join(map(repr, COMPRESSED))} or None")
-    if compress is not None and mode == "async":
-        raise InfeasibleError(f"compress={compress!r} is for mode='sync': leave it out")
-    return compress
-
-
-def _check_mode(
-    mode: str, staleness: str, threshold: int | None, lr_scaling: str, lease_timeout: float, join: str | None
-) -> None:
-    if mode not in ("sync", "async"):
-        raise InfeasibleError(f"mode {mode!r} is unknown: use 'sync' or 'async'")
-    if staleness not in control.STALENESS_RULES:
-        raise InfeasibleError(f"unknown staleness rule {staleness!r}: use one of {', '.join(control.STALENESS_RULES)}")
-    if lr_scaling not in control.LR_RULES:
-        raise InfeasibleError(f"unknown lr_scaling {lr_scaling!r}: use one of {', '.join(control.LR_RULES)}")
-    if (threshold is not None and threshold < 0) or not lease_timeout > 0:
-        raise InfeasibleError(
-            f"threshold must not be negative and lease_timeout must be positive, got {threshold} and {lease_timeout}"
-        )
-    if mode == "sync" and (staleness != "apply" or threshold is not None or join is not None):
-        raise InfeasibleError("staleness, threshold and join belong to mode='async': leave them out, or set the mode")

@@ -12,12 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from omnilearn import control
 from omnilearn.control import Policy
 from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
-from omnilearn.engine.facade import Facade
-from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.engine.facade import Facade, check_mode
+from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.tensorflow import checkpoint
 from omnilearn.tensorflow.asynchronous.cluster import join
 from omnilearn.tensorflow.asynchronous.step import Counts
@@ -88,18 +87,13 @@ class OmniLearn(Facade):
         seed: int = 0,
         timeout: float = 1800.0,
     ) -> None:
-        if mode not in ("sync", "async"):
-            raise InfeasibleError(f"mode must be 'sync' or 'async', got {mode!r}")
         self._world = self._meet_world(device, timeout)
         with self._world.alike():
+            check_mode(mode, staleness, threshold, lr_scaling)
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
                 micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
             )  # fmt: skip
-            control.lr_factor(lr_scaling, 1, 1)
-            control.judge_staleness(staleness, 0, threshold=threshold or 0)
-            if mode == "sync" and (staleness != "apply" or threshold is not None):
-                raise InfeasibleError("staleness and threshold belong to mode='async': leave them out, or set the mode")
         if mode == "async":
             kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling}
         self._open(mode, kept, log_dir)
@@ -338,15 +332,11 @@ class OmniLearn(Facade):
 
     # The end
 
-    def close(self) -> None:
-        """Leave the group of workers. Also done at the end of a ``with`` block."""
-        if self._engine is not None:
-            self._engine.settle()
-            self._engine.planner.drain()
-            self._world.gather(None)  # nobody leaves while another may still need it
-        self._events.write("end", ok=True)
-        self._events.close()
-        self._let_go()
+    def _finish(self) -> None:
+        assert self._engine is not None
+        self._engine.settle()
+        self._engine.planner.drain()
+        self._world.gather(None)  # nobody leaves while another may still need it
 
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)

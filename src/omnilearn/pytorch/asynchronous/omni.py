@@ -24,7 +24,7 @@ from omnilearn.engine.planning import Planning
 from omnilearn.engine.progress import Progress
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
-from omnilearn.pytorch import checkpoint
+from omnilearn.pytorch import checkpoint, checks
 from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
@@ -103,7 +103,7 @@ class AsyncOmniLearn(OmniLearn):
     ) -> Any:
         if self._engine is not None:
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
-        self._check_prepared(model, optimizer, others)
+        checks.prepared(model, optimizer, others, self._micro_batch if self.world_size > 1 else None)
         if len(others) > MOST_OTHERS:
             raise UsageError(f"prepare() takes at most {MOST_OTHERS} objects beside model and optimizer in async mode")
         if not any(p.requires_grad for p in model.parameters()):
