@@ -198,3 +198,34 @@ def test_wrong_number_of_measurements() -> None:
         Curves.guess([1.0, 1.0]).observe([8], [0.1])
     with pytest.raises(InfeasibleError, match="worker 0"):
         Curves.guess([1.0, 1.0]).observe([-8, 8], [0.1, 0.1])
+
+
+def several(times, *, noise: float = 0.05, steps: int = 10, seed: int = 0) -> Curves:
+    """Workers that need so many seconds for batches of 32, after a few noisy steps."""
+    random, curves = np.random.default_rng(seed), Curves.guess(np.ones(len(times)))
+    for _ in range(steps):
+        curves = curves.observe(np.full(len(times), 32), times * (1 + noise * random.standard_normal(len(times))))
+    return curves
+
+
+def test_workers_that_noise_alone_tells_apart_get_one_line() -> None:
+    one = 0
+    for seed in range(20):
+        curves = several(np.full(4, 0.1), seed=seed)
+        times, pooled = curves.times([32] * 4), curves.pooled([32] * 4).times([32] * 4)
+        assert times.min() < pooled.mean() < times.max()
+        one += np.ptp(pooled) < 1e-3 * np.ptp(times)
+    assert one >= 15  # two standard deviations are exceeded now and then
+
+
+def test_workers_that_differ_keep_their_lines() -> None:
+    for seed in range(10):
+        curves = several(np.array([0.1, 0.1, 0.15, 0.02]), seed=seed)
+        own, pooled = curves.times([32] * 4), curves.pooled([32] * 4).times([32] * 4)
+        np.testing.assert_allclose(pooled[2:], own[2:], rtol=1e-9)
+
+
+def test_a_worker_that_takes_no_part_is_in_no_group() -> None:
+    curves = several(np.full(3, 0.1))
+    pooled = curves.pooled([48, 48, 0])
+    assert pooled.times([32] * 3)[2] == curves.times([32] * 3)[2]

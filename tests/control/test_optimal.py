@@ -94,8 +94,14 @@ def test_equal_machines_stay_equal() -> None:
 class Lab:
     """Runs a policy for as many steps as it asks for between reports, with ``seconds(batches)`` in place of workers."""
 
-    def __init__(self, problem: Problem, seconds: Callable[[np.ndarray], np.ndarray], policy: Optimal) -> None:
-        self.problem, self.seconds, self.policy = problem, seconds, policy
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: Callable[[np.ndarray], np.ndarray],
+        policy: Optimal,
+        together: Callable[[np.ndarray], float] = lambda batches: 0.0,
+    ) -> None:
+        self.problem, self.seconds, self.policy, self.together = problem, seconds, policy, together
         self.state: OptimalState = policy.start(problem)
         self.spent = 0.0
         self.steps = 0
@@ -106,9 +112,9 @@ class Lab:
         while self.steps < end:
             b = np.asarray(self.state.plan.batches)
             busy, rows = self.seconds(b), self.state.interval
-            wait = np.where(b > 0, busy[b > 0].max() - busy, 0.0)
+            wait = np.where(b > 0, busy[b > 0].max() - busy + self.together(b), 0.0)
             before = self.state.plan
-            self.spent += rows * float(busy[b > 0].max())
+            self.spent += rows * float((busy + wait)[b > 0].max())
             self.steps += rows
             report = Report.of(np.tile(b, (rows, 1)), np.tile(busy, (rows, 1)), np.tile(wait, (rows, 1)), pulse=pulse)
             self.state = self.policy.update(self.problem, self.state, report)
@@ -158,6 +164,35 @@ def test_a_refuted_parking_is_taken_back_and_not_tried_again_at_once() -> None:
         waits = np.diff(at)
         assert np.all(waits > 50)
         assert np.all(np.diff(waits) > 0)
+
+
+def test_a_refuted_set_is_tried_again_once_the_others_became_slower_than_it_was() -> None:
+    """Without worker 2 a step is slower than with it, until that worker itself turns far slower."""
+    slow = [1.0]
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        alone = 1.5 if b[2] == 0 else 1.0
+        return np.array([alone, alone, slow[0]]) * (np.array([0.05, 0.05, 0.2]) + np.array([0.002, 0.002, 0.004]) * b)
+
+    lab = Lab(Problem.of(96, workers=3), seconds, Optimal(first="uniform"))
+    lab.run(100)
+    assert lab.active == (0, 1, 2)
+    assert any(reason == "tried, slower: back" for _, _, reason in lab.log), "the test needs a refuted set"
+    slow[0] = 10.0
+    lab.run(30)
+    assert lab.active == (0, 1)
+
+
+def test_between_all_and_one_the_sets_never_tried_get_a_look() -> None:
+    """Four act together dearly and three cheaply; the straight line between one and four says otherwise."""
+    extra = {1: 0.0, 2: 0.005, 3: 0.01, 4: 0.06}
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        return np.array([0.0, 0.0, 0.01, 0.02]) + np.array([0.010, 0.010, 0.016, 0.0017]) * b
+
+    lab = Lab(Problem.of(64, speeds=[9, 9, 5, 41]), seconds, Optimal(), together=lambda b: extra[int((b > 0).sum())])
+    lab.run(60)
+    assert len(lab.active) == 3
 
 
 def parked_lab() -> Lab:

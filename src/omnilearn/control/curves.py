@@ -42,6 +42,10 @@ KNOWN = 12
 """… of a line with so many measurements behind it: a newer one moves quickly enough without that."""
 SURE = 0.25
 """A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
+ALIKE = 2.0
+"""Workers whose times differ by less than so many standard deviations are taken for equals…"""
+MANY = 256
+"""… where there are no more than this: it takes a look at each."""
 FLAT = 1e-3
 """β·b is at least this fraction of the step time: a line never falls and is never quite flat."""
 
@@ -116,6 +120,37 @@ class Curves:
             where=determinant > 0,
         )
         return np.asarray(np.maximum(self.noise, NOISE_START) * np.sqrt(np.maximum(variance, 0.0)))
+
+    def pooled(self, batches: npt.ArrayLike) -> Curves:
+        """Workers that cannot be told apart by what was measured at these batches get the mean of their lines.
+
+        So noise does not move samples between equals, and each of them is known as well as all of them together.
+        """
+        b = np.asarray(batches, dtype=np.float64)
+        on = np.flatnonzero((b > 0) & (self.seen > 0))
+        if not 1 < len(on) <= MANY:
+            return self
+        times = self.times(b)
+        pace, doubt = times[on] / b[on], np.maximum(self.uncertainty(b)[on] / times[on], 1e-9)
+        lines = np.stack([np.ones(len(b)), b, self.alpha, self.beta])
+        group: list[int] = []
+        sums = np.zeros(4)  # over the group: of certainty, and weighted with it, of batch, α and β
+        mean = lines.copy()
+        for i in np.lexsort((b[on], pace)):
+            k = on[i]
+            own = lines[:, k] / doubt[i] ** 2
+            if group:
+                at = (sums + own)[1] / (sums + own)[0]
+                theirs = (sums[2] + sums[3] * at) / sums[0]
+                apart = abs((self.alpha[k] + self.beta[k] * at) / theirs - 1)
+                if apart > ALIKE * np.sqrt(doubt[i] ** 2 + 1 / sums[0]):
+                    group, sums = [], np.zeros(4)
+            group.append(k)
+            sums = sums + own
+            mean[:, group] = (sums / sums[0])[:, None]
+        # A trace of their own is left: who gets the odd sample is decided by merit, not by position.
+        _, _, alpha, beta = mean + 1e-6 * (lines - mean)
+        return replace(self, alpha=alpha, beta=beta)
 
     def scaled(self, factor: npt.ArrayLike) -> Curves:
         """Every time multiplied by ``factor`` (per worker), with what was known of the line's shape kept."""

@@ -32,6 +32,8 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
+HOPE = 0.1
+"""A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
 LONGEST_TRIAL = 8
 ENTRIES = 4
@@ -57,6 +59,11 @@ class Refuted:
 
     until: int
     failures: int
+    seconds: float  # what a step took
+
+    def stands(self, step: int, times: tuple[float, ...]) -> bool:
+        """Neither has enough time passed, nor has the present plan, by its step times, become the slower one."""
+        return step < self.until and not (times and np.median(times) > 1.1 * self.seconds)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,8 @@ class Optimal:
 
     def _improve(self, problem: Problem, state: OptimalState) -> OptimalState:
         """Without a trial under way: rebalance, excite, or start a trial."""
-        curves, plan, cost = state.curves, state.plan, expected_cost(state.reduce_cost)
+        plan, cost = state.plan, expected_cost(state.reduce_cost)
+        curves = state.curves.pooled(plan.batches)
         now = _time(plan.batches, curves, cost)
         balanced = _over(problem, curves, plan.active)
         then = _time(balanced, curves, cost)
@@ -203,9 +211,22 @@ class Optimal:
                 least = max(least, MUCH)  # the lines are still moving
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
-            if workers in refused and state.steps < refused[workers].until:
+            if workers in refused and refused[workers].stands(state.steps, state.times):
                 continue
-            return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
+            return candidate, f"{_change(workers, active)}: try"
+        # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
+        # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
+        if state.settled and state.plan.parked:
+            hopeful = np.maximum.accumulate([c or 0.0 for c in state.reduce_cost])
+            candidate = allocate(problem, curves.alpha, curves.beta, hopeful)
+            workers = _active(candidate)
+            if (
+                state.reduce_cost[len(workers)] is None
+                and active < set(workers)
+                and workers not in refused
+                and 1 - _cautious(candidate, curves, hopeful, early) / now > HOPE
+            ):
+                return candidate, f"{_change(workers, active)}: try"
         return None
 
     def _judge(self, problem: Problem, state: OptimalState) -> OptimalState:
@@ -228,13 +249,14 @@ class Optimal:
         if measured < 0.99 * trial.baseline:
             kept = replace(plan, reason=plan.reason.replace("try", "kept"))
             return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
+        back = _over(problem, curves, trial.before.active)
         workers, refused = plan.active, dict(state.refuted)
         failures = refused[workers].failures + 1 if workers in refused else 1
         refused[workers] = Refuted(
             until=state.steps + ceil(max(50, price / PROBE_BUDGET / 4) * 2 ** (failures - 1)),
             failures=failures,
+            seconds=measured,
         )
-        back = _over(problem, curves, trial.before.active)
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
@@ -333,6 +355,10 @@ def _interval(state: OptimalState) -> int:
     if state.trial or state.settled < 4 or np.any(state.curves.suspect[list(state.plan.active)] != 1):
         return 2
     return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))
+
+
+def _change(workers: Workers, active: set[int]) -> str:
+    return "park" if set(workers) < active else "unpark" if set(workers) > active else "exchange"
 
 
 def _active(batches: Ints) -> Workers:
