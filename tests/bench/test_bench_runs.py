@@ -142,7 +142,7 @@ def test_sync_with_tensorflow(tmp_path: Path) -> None:
 def test_async(tmp_path: Path) -> None:
     read = measured(tmp_path, "async", "--levels", "HL8", "--model", "digits", "--epochs", "1", "--workers", "2")
     own = read["summary"]["levels"]["HL8"]["digits"]
-    assert set(own["rules"]) == {"dynamic, capped", "dynamic, scale", "dynamic, discard", "dynamic, bounded"}
+    assert set(own["rules"]) == {"dynamic, scale", "dynamic, discard", "dynamic, bounded"}
     for key in ("staleness_p95_vs_plain", "samples_per_s_vs_plain", "samples_per_s_vs_sync"):
         assert 0 < own[key] < 100
     assert -100 <= own["accuracy_gain_vs_plain"] <= 100

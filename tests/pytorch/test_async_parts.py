@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.layout import Layout, all_finite
 from omnilearn.pytorch.asynchronous.owner import Owner, Portrait
+from omnilearn.pytorch.asynchronous.stretch import counting_as
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
@@ -113,6 +116,41 @@ def test_the_owner_scales_the_learning_rate_and_restores_it() -> None:
     assert (owner.learning_rates, owner.version) == ([0.5], 1)
     owner.apply([torch.ones(1, 1).double()], [0], 1.0)
     assert model.weight.item() == -0.125, "no gradient, no change"
+
+
+def stepped(make: Any, counts: Sequence[float]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A parameter and its optimizer's state after a step with one gradient, then steps with another that count so."""
+    parameter = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = make([parameter])
+    options = dict(optimizer.param_groups[0])
+    for gradient, count in zip([[1.0, 2.0, 3.0]] + [[3.0, -2.0, 1.0]] * len(counts), [1.0, *counts], strict=True):
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+        with counting_as(optimizer, count):
+            optimizer.step()
+    assert optimizer.param_groups[0] == options, "the user's options are back"
+    return parameter.detach(), optimizer.state[parameter]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["momentum", "dampening", "adam", "adamw"])
+def test_one_step_that_counts_as_three_remembers_as_much_as_three(kind: str, fused: bool) -> None:
+    make = {
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused),
+        "dampening": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, fused=fused),
+        "adam": partial(torch.optim.Adam, lr=0.1, fused=fused),
+        "adamw": partial(torch.optim.AdamW, lr=0.1, fused=fused),
+    }[kind]
+    _, three = stepped(make, [1.0, 1.0, 1.0])
+    for counts in ([3.0], [0.5, 2.5], [0.25] * 12):
+        _, stretched = stepped(make, counts)
+        assert stretched.keys() == three.keys()
+        for key, value in three.items():
+            torch.testing.assert_close(stretched[key], value, rtol=1e-6, atol=1e-9)
+
+
+def test_without_momentum_a_step_that_counts_as_three_goes_as_far_as_three() -> None:
+    make = partial(torch.optim.SGD, lr=0.1)
+    torch.testing.assert_close(stepped(make, [3.0])[0], stepped(make, [1.0, 1.0, 1.0])[0])
 
 
 @pytest.mark.parametrize("fused", [None, False, True])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2", "trees")
 TF_NAMES = ("heavy", "even", "chatty", "digits")
-ANY_IMAGE = ("resnet18", "resnet50")
+ANY_IMAGE = ("heavy", "even", "resnet18", "resnet50")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ STALENESS_RULES = ("apply", "scale", "discard", "bounded")
 
 
 def lr_factor(rule: str, batch: float, reference: float) -> float:
-    """What to multiply the learning rate with when ``batch`` samples are used where it was chosen for ``reference``.
+    """As how many steps an update of ``batch`` samples counts, where the learning rate was chosen for ``reference``.
 
-    ``capped``: linear up to the reference, and never more than the learning rate that was chosen.
+    ``capped``: linear up to the reference, and never more than one.
 
     >>> lr_factor("linear", 64, 128), lr_factor("sqrt", 32, 128), lr_factor("none", 64, 128)
     (0.5, 0.5, 1.0)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from omnilearn.pytorch.asynchronous.layout import ALIGNMENT, Layout
+from omnilearn.pytorch.asynchronous.stretch import counting_as
 
 WAYS = ("fused", "foreach", "capturable")
 """How an optimizer is run, which changes nothing but its speed."""
@@ -96,24 +96,15 @@ class Owner:
 
     # Updates
 
-    def apply(self, gradients: Sequence[torch.Tensor], present: Sequence[int], factor: float) -> None:
-        """One optimizer step with these gradients, the learning rate times ``factor``."""
+    def apply(
+        self, gradients: Sequence[torch.Tensor], present: Sequence[int], weight: float = 1.0, steps: float = 1.0
+    ) -> None:
+        """One optimizer step with these gradients that counts as ``steps``, the learning rate times ``weight``."""
         for parameter, gradient, there in zip(self.portrait.trainable, gradients, present, strict=True):
             parameter.grad = gradient if there else None
-        with self._learning_rate_times(factor):
+        with counting_as(self.optimizer, steps, weight):
             self.optimizer.step()
         self.version += 1
-
-    @contextmanager
-    def _learning_rate_times(self, factor: float) -> Iterator[None]:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
-        try:
-            yield
-        finally:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
 
     @property
     def learning_rates(self) -> list[float]:

@@ -54,13 +54,8 @@ class Training(Room):
         else:
             weight = self._judge(m, staleness).weight
             if weight:
-                factor = lr_factor(self.settings.lr_scaling, samples / count, self.planning.mean_share)
-                if factor != 1:
-                    # For SGD the same as scaling the learning rate. Momentum and Adam would take the noise of a small
-                    # batch into their averages in full; so, every sample counts the same there too.
-                    for values in m.numbers:
-                        values.mul_(factor)
-                self.owner.apply(m.gradients, m.flags.tolist(), weight)
+                steps = lr_factor(self.settings.lr_scaling, samples / count, self.planning.mean_share)
+                self.owner.apply(m.gradients, m.flags.tolist(), weight, steps)
             else:
                 status = wire.DISCARDED
         self.journal.update(m.rank, staleness, weight, samples)
