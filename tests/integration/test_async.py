@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.observe import read
+from omnilearn.pytorch.asynchronous.gradient import SWITCH as EARLY
 from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.gang import Gang, WorkerError
 from tests.integration.asynchronous import count_epochs, counting, uses
@@ -65,6 +66,38 @@ def test_one_worker_equals_plain_pytorch(gang: Gang, kind: str, micro: int | Non
     ((ours, theirs),) = gang.run(1, alone, kind, micro)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def early_or_not(clip: bool, micro: int | None) -> Any:
+    """Weights after some steps, how many buckets left early, and whether they still may."""
+    with OmniLearn(24, mode="async", lr_scaling="none", micro_batch=micro) as omni:
+        torch.manual_seed(2)
+        model: Any = nn.Sequential(nn.Linear(8, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+        model, optimizer = omni.prepare(model.double(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            omni.backward(F.cross_entropy(model(x.double()), y))
+            omni.mean(1.0)  # another message, between the gradient and its step
+            if clip:
+                omni.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        gradient = omni._worker.gradient
+        return snapshot(model), gradient.early, bool(gradient._hooks)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("micro", [None, 8])
+def test_a_gradient_that_leaves_early_is_the_same(gang: Gang, clip: bool, micro: int | None) -> None:
+    sent, shared = {SWITCH: "0", EARLY: "1"}, {SWITCH: "1", EARLY: "1"}
+    runs = [
+        gang.run(1, early_or_not, clip, micro, environment={0: how}) for how in (sent, {**sent, EARLY: "0"}, shared)
+    ]
+    (early, left, on), (late, none, _), (in_memory, nothing, _) = [results[0] for results in runs]
+    assert equal(early, late)
+    assert equal(early, in_memory)
+    assert (none, nothing) == (0, 0)
+    assert left == (3 if clip else 12), "three buckets, in every one of four steps; with clipping, in the first"
+    assert on != clip
 
 
 # Three workers

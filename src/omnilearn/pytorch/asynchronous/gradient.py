@@ -1,0 +1,154 @@
+"""A worker's gradient on its way to the server: it leaves in buckets, each as soon as the backward pass has filled it.
+
+Between two steps every bucket leaves exactly once, early or by ``collect``; the server has receives posted for all of
+them. What the user's code does to gradients before ``optimizer.step()`` (clips, scales, accumulates, drops them) is
+found by comparing what left with what is there then. If anything differs, all of it follows once more, and from then on
+nothing leaves early: such code does the same in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from omnilearn.errors import UsageError
+from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.layout import Layout
+
+log = logging.getLogger("omnilearn")
+
+SWITCH = "OMNILEARN_EARLY"
+"""Set to 0, gradients leave when ``optimizer.step()`` is called, and not before."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Gradient:
+    """The gradients of ``parameters`` in ``flat``, the main memory that they leave from. On a card they are gathered in
+    a flat buffer there and copied from it, on a stream of their own.
+
+    Without ``send`` nothing is sent: the server sees that memory, and is told at the step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        flat: torch.Tensor,
+        device: torch.device,
+        send: Callable[[int, torch.Tensor], None] | None,
+    ) -> None:
+        self._parameters, self._flat, self._send = parameters, flat, send
+        self._staged = flat if device.type == "cpu" else layout.empty(device)
+        self._windows = layout.views(self._staged)
+        self._buckets = layout.buckets(wire.BUCKET)
+        self._device: Any = torch.get_device_module(device)  # the CPU has streams and events too: they do nothing
+        self._stream = self._device.Stream()
+        self.early = 0  # buckets that were full before their step, in all
+        self._final = False
+        self._begin()
+        self._hooks: list[RemovableHandle] = []
+        # With one bucket there is nothing to gain: it is full when the backward pass ends.
+        if send is not None and len(self._buckets) > 1 and os.environ.get(SWITCH) != "0":
+            for k, bucket in enumerate(self._buckets):
+                for i in bucket.members:
+                    self._hooks.append(parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, k, i)))
+
+    def _begin(self) -> None:
+        self._missing = [set(bucket.members) for bucket in self._buckets]
+        self._filled: set[int] = set()
+        self._copying: deque[tuple[int, Any]] = deque()  # full buckets, and the events after which they can be sent
+
+    @contextmanager
+    def final(self) -> Iterator[None]:
+        """Around a backward pass: what arrives in it is the gradient of the next step, as far as we know."""
+        self._final = True
+        try:
+            yield
+        finally:
+            self._final = False
+
+    def _arrived(self, k: int, i: int, _: torch.Tensor) -> None:
+        if not self._final or k in self._filled:
+            return
+        self._missing[k].discard(i)
+        if not self._missing[k] and all(map(self._is_dense, self._buckets[k].members)):
+            self._leave(k)
+            self.early += 1
+        self._send_copied(wait=False)
+
+    def _is_dense(self, i: int) -> bool:
+        gradient = self._parameters[i].grad
+        return gradient is not None and gradient.layout is torch.strided
+
+    def _leave(self, k: int) -> None:
+        self._copying.append((k, self._fill(k)))
+        self._filled.add(k)
+
+    @torch.no_grad()
+    def _fill(self, k: int) -> Any:
+        """Copy a bucket's gradients; the event after which they are in main memory."""
+        begin, end, members = self._buckets[k]
+        there = [i for i in members if self._parameters[i].grad is not None]
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            if there:
+                torch._foreach_copy_([self._windows[i] for i in there], [self._parameters[i].grad for i in there])
+            for i in set(members).difference(there):
+                self._windows[i].zero_()
+            if self._staged is not self._flat:
+                self._flat[begin:end].copy_(self._staged[begin:end], non_blocking=True)
+        event = self._device.Event()
+        event.record(self._stream)
+        return event
+
+    def _send_copied(self, wait: bool) -> None:
+        while self._copying and (wait or self._copying[0][1].query()):
+            k, event = self._copying.popleft()
+            event.synchronize()
+            if self._send is not None:
+                self._send(k, self._flat[self._buckets[k].begin : self._buckets[k].end])
+
+    def collect(self) -> tuple[list[bool], list[torch.Tensor]]:
+        """Have all of it leave. Which gradients there are, and what must be sent again."""
+        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
+            raise UsageError("sparse gradients cannot be sent in asynchronous mode: use dense embeddings")
+        changed, every = self._changed(), range(len(self._buckets))
+        for k in every:
+            if k not in self._filled:
+                self._leave(k)
+        self._send_copied(wait=True)
+        self._begin()
+        if changed:
+            log.debug("gradients change between backward and step: from now on they are sent by step(), not before")
+            self.stop()
+            for event in [self._fill(k) for k in every]:
+                event.synchronize()
+        return [p.grad is not None for p in self._parameters], [self._flat] if changed else []
+
+    def _changed(self) -> bool:
+        """Whether anything that left differs from what is there now. Versions of tensors would not show all of it:
+        ``p.grad.data`` has its own."""
+        self._device.current_stream().wait_stream(self._stream)
+        left = [i for k in self._filled for i in self._buckets[k].members]
+        pairs = [(self._parameters[i].grad, self._windows[i]) for i in left]
+        if any(now is None or now.dtype != then.dtype for now, then in pairs):
+            return True
+        words = [_WORDS.get(then.element_size(), then.dtype) for _, then in pairs]  # so that NaN equals NaN
+        pairs = [(now.view(word), then.view(word)) for (now, then), word in zip(pairs, words, strict=True)]
+        if self._staged is self._flat:
+            return not all(torch.equal(now, then) for now, then in pairs)
+        return bool(pairs) and bool(torch.stack([now.ne(then).any() for now, then in pairs]).any())
+
+    def stop(self) -> None:
+        """Have nothing leave early any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
