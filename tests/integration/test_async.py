@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,46 @@ def test_a_gradient_that_leaves_early_is_the_same(gang: Gang, clip: bool, micro:
     assert (none, nothing) == (0, 0)
     assert left == (3 if clip else 12), "three buckets, in every one of four steps; with clipping, in the first"
     assert on != clip
+
+
+def careless(habit: str) -> Any:
+    """What a loop may do, in its second batch, with a gradient that has left; then two epochs as they should be."""
+    omni, model, optimizer, loader = counting(96, ballast=600_000)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("in user code")
+
+    with omni:
+        used = 0
+        for batch, x in enumerate(loader):
+            hook = model.module.uses.register_hook(fail) if habit == "error" and batch == 1 else None
+            with contextlib.suppress(ArithmeticError):
+                omni.backward(model(x))
+            if hook is not None:
+                hook.remove()
+            if batch == 0:
+                assert omni._worker.gradient.early == 2
+            if batch == 1 and habit == "break":
+                optimizer.zero_grad()
+                break
+            if batch == 1 and habit == "accumulate":
+                continue
+            if batch != 1:
+                optimizer.step()
+                used += 2 * len(x) if batch == 2 and habit == "accumulate" else len(x)
+            optimizer.zero_grad()
+        omni.mean(0.0)
+        first = uses(model)
+        count_epochs(model, optimizer, omni, loader, 2)
+        return used, first, uses(model)
+
+
+@pytest.mark.parametrize("habit", ["break", "skip", "error", "accumulate"])
+def test_a_gradient_that_left_early_and_was_not_used(gang: Gang, habit: str) -> None:
+    ((used, first, last),) = gang.run(1, careless, habit, environment={0: {SWITCH: "0", EARLY: "1"}})
+    assert sum(first) == used == {"break": 24, "accumulate": 96}.get(habit, 72)
+    assert set(first) <= {0.0, 1.0}
+    assert last == [count + 2 for count in first]
 
 
 # Three workers

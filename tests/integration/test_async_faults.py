@@ -20,6 +20,7 @@ import torch
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.gradient import SWITCH as EARLY
 from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.integration.asynchronous import Counter, Crew, count_epochs, counting, crew, uses
 
@@ -79,7 +80,7 @@ def die_sending(omni: Any, accident: Callable[[], None]) -> None:
 
 
 def three(team: Crew, fault: str, where: int = 1, **options: Any) -> None:
-    environment = {SWITCH: "0"} if fault.startswith("mid-") else {}  # in shared memory there is no middle
+    environment = {SWITCH: "0", EARLY: "1"} if fault.startswith("mid-") else {}  # in shared memory there is no middle
     for rank in range(3):
         options_here = {"fault": fault if rank == where else "pace", **options}
         team.start(f"worker {rank}", _call, options_here, rank=rank, size=3, **environment)
@@ -178,7 +179,7 @@ def bereaved(folder: Path, how: int) -> None:
 def test_when_the_server_dies_in_the_middle_of_a_gradient(tmp_path: Path, how: int) -> None:
     """The backward pass itself ends well; the step says it."""
     with crew(tmp_path) as team:
-        team.start("worker", bereaved, how, **{SWITCH: "0"})
+        team.start("worker", bereaved, how, **{SWITCH: "0", EARLY: "1"})
         try:
             team.wait(lambda: not team.processes["worker"].is_alive(), "the worker to stop")
         finally:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.gradient import SWITCH, Gradient
+from omnilearn.pytorch.asynchronous.gradient import SWITCH, Gradient, leaves_early
 from omnilearn.pytorch.asynchronous.layout import Layout
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class Journey:
     """A model, its gradient, and a server that has receives posted for each bucket once between two steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, shared: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shared: bool = False, early: bool = True) -> None:
         monkeypatch.setattr(wire, "BUCKET", 256)
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
@@ -31,7 +31,7 @@ class Journey:
         flat = self.layout.empty()
         self.inbox = flat if shared else self.layout.empty()
         self.came: list[int] = []
-        self.gradient = Gradient(self.parameters, self.layout, flat, CPU, None if shared else self._receive)
+        self.gradient = Gradient(self.parameters, self.layout, flat, CPU, None if shared else self._receive, early)
 
     def _receive(self, number: int, bucket: torch.Tensor) -> None:
         assert number not in self.came, "the server waits for each bucket once"
@@ -198,9 +198,7 @@ def test_sparse_gradients_are_refused_at_the_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("how", ["shared", "switched off", "stopped"])
 def test_where_nothing_is_to_leave_early(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    if how == "switched off":
-        monkeypatch.setenv(SWITCH, "0")
-    journey = Journey(monkeypatch, shared=how == "shared")
+    journey = Journey(monkeypatch, shared=how == "shared", early=how != "switched off")
     if how == "stopped":
         journey.gradient.stop()
     for change in (lambda j: None, clip):
@@ -208,6 +206,13 @@ def test_where_nothing_is_to_leave_early(monkeypatch: pytest.MonkeyPatch, how: s
         change(journey)
         journey.step()
     assert journey.gradient.early == 0
+
+
+@pytest.mark.parametrize(("switch", "here", "there"), [("", False, True), ("0", False, False), ("1", True, True)])
+def test_early_to_servers_on_other_hosts(monkeypatch: pytest.MonkeyPatch, switch: str, here: bool, there: bool) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    assert leaves_early("127.0.0.1:80") == here
+    assert leaves_early("192.0.2.1:80") == there
 
 
 def test_buckets_cover_everything_once() -> None:

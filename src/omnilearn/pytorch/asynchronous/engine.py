@@ -26,6 +26,7 @@ from omnilearn.engine.source import Piece
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.gradient import leaves_early
 from omnilearn.pytorch.asynchronous.owner import is_scheduler
 from omnilearn.pytorch.asynchronous.steps import StepLog
 from omnilearn.pytorch.asynchronous.tensors import Tensors
@@ -63,7 +64,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._tensors, self.gradient = tensors, tensors.gradient(pair)
+        self._tensors, self.gradient = tensors, tensors.gradient(pair, leaves_early(address))
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from omnilearn.cluster.rendezvous import is_local
 from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.layout import Layout
@@ -26,15 +27,22 @@ from omnilearn.pytorch.asynchronous.layout import Layout
 log = logging.getLogger("omnilearn")
 
 SWITCH = "OMNILEARN_EARLY"
-"""Set to 0, gradients leave when ``optimizer.step()`` is called, and not before."""
+"""Set to 0, gradients leave when ``optimizer.step()`` is called and not before; set to 1, early to any server."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def leaves_early(address: str) -> bool:
+    """Whether to send early to the server there. On one host it would not pay: what sends is what computes."""
+    switch = os.environ.get(SWITCH, "")
+    return switch == "1" or (switch != "0" and not is_local(address))
 
 
 class Gradient:
     """The gradients of ``parameters`` in ``flat``, the main memory that they leave from. On a card they are gathered in
     a flat buffer there and copied from it, on a stream of their own.
 
-    Without ``send`` nothing is sent: the server sees that memory, and is told at the step.
+    Without ``send`` nothing is sent: the server sees that memory, and is told at the step. Without ``early`` all of it
+    leaves at the step.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class Gradient:
         flat: torch.Tensor,
         device: torch.device,
         send: Callable[[int, torch.Tensor], None] | None,
+        early: bool = True,
     ) -> None:
         self._parameters, self._flat, self._send = parameters, flat, send
         self._staged = flat if device.type == "cpu" else layout.empty(device)
@@ -56,7 +65,7 @@ class Gradient:
         self._begin()
         self._hooks: list[RemovableHandle] = []
         # With one bucket there is nothing to gain: it is full when the backward pass ends.
-        if send is not None and len(self._buckets) > 1 and os.environ.get(SWITCH) != "0":
+        if early and send is not None and len(self._buckets) > 1:
             for k, bucket in enumerate(self._buckets):
                 for i in bucket.members:
                     self._hooks.append(parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, k, i)))
@@ -120,12 +129,13 @@ class Gradient:
         """Have all of it leave. Which gradients there are, and what must be sent again."""
         if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
             raise UsageError("sparse gradients cannot be sent in asynchronous mode: use dense embeddings")
-        changed, every = self._changed(), range(len(self._buckets))
+        early, every = frozenset(self._filled), range(len(self._buckets))
         for k in every:
-            if k not in self._filled:
+            if k not in early:
                 self._leave(k)
         self._send_copied(wait=True)
         self._begin()
+        changed = self._changed(early)  # while the last of them are still on their way
         if changed:
             log.debug("gradients change between backward and step: from now on they are sent by step(), not before")
             self.stop()
@@ -133,11 +143,11 @@ class Gradient:
                 event.synchronize()
         return [p.grad is not None for p in self._parameters], [self._flat] if changed else []
 
-    def _changed(self) -> bool:
-        """Whether anything that left differs from what is there now. Versions of tensors would not show all of it:
+    def _changed(self, early: Iterable[int]) -> bool:
+        """Whether anything in these buckets differs from what is there now. Versions of tensors would not show it all:
         ``p.grad.data`` has its own."""
         self._device.current_stream().wait_stream(self._stream)
-        left = [i for k in self._filled for i in self._buckets[k].members]
+        left = [i for k in early for i in self._buckets[k].members]
         pairs = [(self._parameters[i].grad, self._windows[i]) for i in left]
         if any(now is None or now.dtype != then.dtype for now, then in pairs):
             return True
