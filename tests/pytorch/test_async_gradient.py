@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.gradient import SWITCH, Gradient, leaves_early
+from omnilearn.pytorch.asynchronous.gradient import SWITCH, TRIES, Gradient
 from omnilearn.pytorch.asynchronous.layout import Layout
 
 CPU = torch.device("cpu")
@@ -22,8 +22,9 @@ CPU = torch.device("cpu")
 class Journey:
     """A model, its gradient, and a server that has receives posted for each bucket once between two steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, shared: bool = False, early: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shared: bool = False, switch: str = "1") -> None:
         monkeypatch.setattr(wire, "BUCKET", 256)
+        monkeypatch.setenv(SWITCH, switch)
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
         self.parameters = list(self.model.parameters())
@@ -31,7 +32,7 @@ class Journey:
         flat = self.layout.empty()
         self.inbox = flat if shared else self.layout.empty()
         self.came: list[int] = []
-        self.gradient = Gradient(self.parameters, self.layout, flat, CPU, None if shared else self._receive, early)
+        self.gradient = Gradient(self.parameters, self.layout, flat, CPU, None if shared else self._receive)
 
     def _receive(self, number: int, bucket: torch.Tensor) -> None:
         assert number not in self.came, "the server waits for each bucket once"
@@ -114,7 +115,7 @@ def test_a_changed_gradient_is_sent_again_and_never_early_after_that(
     journey.backward()
     change(journey)
     journey.step()
-    assert "from now on they are sent by step()" in caplog.text
+    assert "gradients change between backward and step" in caplog.text
     early = journey.gradient.early
     journey.backward()
     assert not journey.came
@@ -198,9 +199,9 @@ def test_sparse_gradients_are_refused_at_the_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("how", ["shared", "switched off", "stopped"])
 def test_where_nothing_is_to_leave_early(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    journey = Journey(monkeypatch, shared=how == "shared", early=how != "switched off")
+    journey = Journey(monkeypatch, shared=how == "shared", switch="0" if how == "switched off" else "1")
     if how == "stopped":
-        journey.gradient.stop()
+        journey.gradient.stop("a test")
     for change in (lambda j: None, clip):
         journey.backward()
         change(journey)
@@ -208,11 +209,19 @@ def test_where_nothing_is_to_leave_early(monkeypatch: pytest.MonkeyPatch, how: s
     assert journey.gradient.early == 0
 
 
-@pytest.mark.parametrize(("switch", "here", "there"), [("", False, True), ("0", False, False), ("1", True, True)])
-def test_early_to_servers_on_other_hosts(monkeypatch: pytest.MonkeyPatch, switch: str, here: bool, there: bool) -> None:
-    monkeypatch.setenv(SWITCH, switch)
-    assert leaves_early("127.0.0.1:80") == here
-    assert leaves_early("192.0.2.1:80") == there
+@pytest.mark.parametrize("faster", [True, False])
+def test_it_is_tried_in_every_other_step_and_kept_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    journey = Journey(monkeypatch, switch="")
+    early = []
+    for _ in range(2 * TRIES + 3):
+        before = journey.gradient.early
+        journey.backward()
+        early.append(journey.gradient.early > before)
+        journey.step()
+        journey.gradient.took(1.0 if early[-1] == faster else 1.1)
+    assert early == [True, False] * TRIES + [faster] * 3
 
 
 def test_buckets_cover_everything_once() -> None:

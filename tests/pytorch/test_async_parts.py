@@ -211,7 +211,7 @@ def test_memory_that_is_not_what_was_said_is_left_alone() -> None:
 
 
 def test_no_memory_is_offered_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "is_local", lambda endpoint: False)
+    monkeypatch.setattr(shared, "local_address", lambda endpoint: "10.0.0.1")
     assert shared.offer("10.0.0.2:1", 100) is None
     monkeypatch.undo()
     monkeypatch.setenv(shared.SWITCH, "0")

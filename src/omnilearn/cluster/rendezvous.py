@@ -46,11 +46,6 @@ def local_address(endpoint: str) -> str | None:
         return None
 
 
-def is_local(endpoint: str) -> bool:
-    """Whether ``endpoint`` has an address of this host: one that we reach from that same address."""
-    return local_address(endpoint) == split(endpoint)[0]
-
-
 def interface(address: str) -> str | None:
     """The network interface that has ``address`` (IPv4, Linux), or None."""
     if not sys.platform.startswith("linux") or ":" in address:

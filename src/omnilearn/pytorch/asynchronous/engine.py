@@ -26,7 +26,6 @@ from omnilearn.engine.source import Piece
 from omnilearn.errors import PeerFailure, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch.asynchronous import wire
-from omnilearn.pytorch.asynchronous.gradient import leaves_early
 from omnilearn.pytorch.asynchronous.owner import is_scheduler
 from omnilearn.pytorch.asynchronous.steps import StepLog
 from omnilearn.pytorch.asynchronous.tensors import Tensors
@@ -64,7 +63,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._tensors, self.gradient = tensors, tensors.gradient(pair, leaves_early(address))
+        self._tensors, self.gradient = tensors, tensors.gradient(pair)
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]
@@ -294,6 +293,7 @@ class AsyncEngine:
         if self._clock is not None and len(shares) == 1:
             self._timing = samples, max(end - self._clock - answer["held"], 1e-9)
             busy = begin - self._clock
+            self.gradient.took(self._timing[1] / samples)
         if self.events:
             wait = end - begin if busy else 0.0
             self._steps.add(samples, busy, wait, staleness, float(self._loss))
@@ -377,7 +377,7 @@ class AsyncEngine:
 
     def abandon(self) -> None:
         """Leave without a word: the server takes back what this worker held."""
-        self.gradient.stop()
+        self.gradient.stop("this worker leaves")
         if self._pair is not None:
             with contextlib.suppress(Exception):
                 self._pair.close()

@@ -3,7 +3,7 @@
 Between two steps every bucket leaves exactly once, early or by ``collect``; the server has receives posted for all of
 them. What the user's code does to gradients before ``optimizer.step()`` (clips, scales, accumulates, drops them) is
 found by comparing what left with what is there then. If anything differs, all of it follows once more, and from then on
-nothing leaves early: such code does the same in every step.
+nothing leaves early: such code does the same in every step. Nor does it where the first steps are not faster by it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from omnilearn.cluster.rendezvous import is_local
 from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.layout import Layout
@@ -27,22 +27,34 @@ from omnilearn.pytorch.asynchronous.layout import Layout
 log = logging.getLogger("omnilearn")
 
 SWITCH = "OMNILEARN_EARLY"
-"""Set to 0, gradients leave when ``optimizer.step()`` is called and not before; set to 1, early to any server."""
+"""Set to 0, gradients leave when ``optimizer.step()`` is called and never before; set to 1, as early as they can;
+otherwise it is tried."""
+TRIES = 8
+"""Steps, of each way."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def leaves_early(address: str) -> bool:
-    """Whether to send early to the server there. On one host it would not pay: what sends is what computes."""
-    switch = os.environ.get(SWITCH, "")
-    return switch == "1" or (switch != "0" and not is_local(address))
+class Trial:
+    """Whether something makes steps faster: it has every other step for a while."""
+
+    def __init__(self) -> None:
+        self.turn = True
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def took(self, seconds: float) -> bool | None:
+        """Note a step's time. The verdict, once there is one: whether it is faster with it."""
+        self._seconds[self.turn].append(seconds)
+        self.turn = not self.turn
+        if len(self._seconds[False]) < TRIES:
+            return None
+        return median(self._seconds[True]) < median(self._seconds[False])
 
 
 class Gradient:
     """The gradients of ``parameters`` in ``flat``, the main memory that they leave from. On a card they are gathered in
     a flat buffer there and copied from it, on a stream of their own.
 
-    Without ``send`` nothing is sent: the server sees that memory, and is told at the step. Without ``early`` all of it
-    leaves at the step.
+    Without ``send`` nothing is sent: the server sees that memory, and is told at the step.
     """
 
     def __init__(
@@ -52,7 +64,6 @@ class Gradient:
         flat: torch.Tensor,
         device: torch.device,
         send: Callable[[int, torch.Tensor], None] | None,
-        early: bool = True,
     ) -> None:
         self._parameters, self._flat, self._send = parameters, flat, send
         self._staged = flat if device.type == "cpu" else layout.empty(device)
@@ -64,8 +75,10 @@ class Gradient:
         self._final = False
         self._begin()
         self._hooks: list[RemovableHandle] = []
+        switch = os.environ.get(SWITCH)
+        self._trial = None if switch == "1" else Trial()
         # With one bucket there is nothing to gain: it is full when the backward pass ends.
-        if early and send is not None and len(self._buckets) > 1:
+        if switch != "0" and send is not None and len(self._buckets) > 1:
             for k, bucket in enumerate(self._buckets):
                 for i in bucket.members:
                     self._hooks.append(parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, k, i)))
@@ -78,7 +91,7 @@ class Gradient:
     @contextmanager
     def final(self) -> Iterator[None]:
         """Around a backward pass: what arrives in it is the gradient of the next step, as far as we know."""
-        self._final = True
+        self._final = self._trial is None or self._trial.turn
         try:
             yield
         finally:
@@ -137,8 +150,7 @@ class Gradient:
         self._begin()
         changed = self._changed(early)  # while the last of them are still on their way
         if changed:
-            log.debug("gradients change between backward and step: from now on they are sent by step(), not before")
-            self.stop()
+            self.stop("gradients change between backward and step")
             for event in [self._fill(k) for k in every]:
                 event.synchronize()
         return [p.grad is not None for p in self._parameters], [self._flat] if changed else []
@@ -157,8 +169,19 @@ class Gradient:
             return not all(torch.equal(now, then) for now, then in pairs)
         return bool(pairs) and bool(torch.stack([now.ne(then).any() for now, then in pairs]).any())
 
-    def stop(self) -> None:
+    def took(self, seconds: float) -> None:
+        """Note how long the step was: while early sending is tried, that decides."""
+        if self._hooks and self._trial is not None:
+            faster = self._trial.took(seconds)
+            if faster:
+                self._trial = None
+            elif faster is not None:
+                self.stop("steps are not faster when gradients leave early")
+
+    def stop(self, reason: str) -> None:
         """Have nothing leave early any more."""
+        if self._hooks:
+            log.debug("from now on gradients leave at optimizer.step(), not before: %s", reason)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

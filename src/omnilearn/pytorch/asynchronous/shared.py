@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from omnilearn.cluster.rendezvous import is_local
+from omnilearn.cluster.rendezvous import local_address, split
 
 SWITCH = "OMNILEARN_SHARED_MEMORY"
 """Set to 0, everything is sent."""
@@ -37,7 +37,7 @@ class Offer:
 
 def offer(address: str, size: int) -> Offer | None:
     """So many bytes to share with the server there; None where it is on another host."""
-    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create") or not is_local(address):
+    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create") or local_address(address) != split(address)[0]:
         return None
     try:
         descriptor = os.memfd_create(_NAME)

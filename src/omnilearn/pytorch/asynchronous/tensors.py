@@ -39,10 +39,10 @@ class Tensors:
             else:
                 self._aside.append((parameter.data, view))
 
-    def gradient(self, pair: Pair, early: bool) -> Gradient:
+    def gradient(self, pair: Pair) -> Gradient:
         """Where gradients leave from, for that server."""
         send = None if self.shared else pair.send_ahead
-        return Gradient(self.trainable, self._portrait.values, self._numbers, self._device, send, early)
+        return Gradient(self.trainable, self._portrait.values, self._numbers, self._device, send)
 
     def beside(self, present: Sequence[bool]) -> list[torch.Tensor]:
         """What goes with a gradient: which of its tensors there are, and the buffers."""
