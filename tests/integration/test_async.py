@@ -145,21 +145,26 @@ def test_a_gradient_that_left_early_and_was_not_used(gang: Gang, habit: str) -> 
 
 
 def together(log: str, options: dict[str, Any], epochs: int) -> Any:
+    large = "ballast" in options
     omni, model, optimizer, loader = counting(120, log_dir=log, **options)
     with omni:
         count_epochs(model, optimizer, omni, loader, epochs)
         assert len(loader) == 5
         assert omni._worker._tensors.shared == (os.environ.get(SWITCH) != "0")
+        assert bool(omni._worker.gradient.early) == (large and not omni._worker._tensors.shared)
         return uses(model), omni._worker._step, omni._worker.version, snapshot(model), omni.epoch, omni.world_size
 
 
-@pytest.mark.parametrize(("workers", "sent_by"), [(0, ()), (2, ()), (0, (0, 1, 2)), (0, (1,))])
+@pytest.mark.parametrize(
+    ("options", "sent_by"),
+    [({}, ()), ({"num_workers": 2}, ()), ({}, (0, 1, 2)), ({}, (1,)), ({"ballast": 600_000}, (0, 2))],
+)
 def test_every_sample_once_and_no_update_lost(
-    gang: Gang, tmp_path: Path, workers: int, sent_by: tuple[int, ...]
+    gang: Gang, tmp_path: Path, options: dict[str, Any], sent_by: tuple[int, ...]
 ) -> None:
-    """Whether gradients and parameters are sent, or lie in memory that is shared with the server."""
+    """Whether gradients and parameters are sent, early or not, or lie in memory that is shared with the server."""
     epochs = 3
-    options = {"policy": "optimal", "num_workers": workers}
+    options = {"policy": "optimal", **options}
     environment = {rank: {SWITCH: "0"} for rank in sent_by}
     results = gang.run(3, together, str(tmp_path), options, epochs, environment=environment)
     for counts, _, version, state, epoch, _ in results:

@@ -94,7 +94,7 @@ def _turns(rate: int, batch: int, rounds: int, steps: int) -> dict[str, list[flo
                    "OMNILEARN_LOG_DIR": folder}  # fmt: skip
         processes = [
             subprocess.Popen(
-                emulator.command(rank, command),
+                emulator.command(rank, command, with_parent=True),
                 stdout=subprocess.PIPE,
                 env={**os.environ, **meeting, "RANK": str(rank)},
             )
@@ -102,15 +102,14 @@ def _turns(rate: int, batch: int, rounds: int, steps: int) -> dict[str, list[flo
         ]
         try:
             told, _ = processes[1].communicate(timeout=LIMIT)
-            processes[0].wait(timeout=LIMIT)
+            if processes[1].returncode or processes[0].wait(timeout=LIMIT):
+                raise OmniLearnError("a worker of the overlap benchmark failed: see above")
         except subprocess.TimeoutExpired:
             raise OmniLearnError(f"the overlap benchmark did not end within {LIMIT:g} s: see above") from None
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        if any(process.returncode for process in processes):
-            raise OmniLearnError("a worker of the overlap benchmark failed: see above")
         found: dict[str, list[float]] = json.loads(told)
         return found
 
