@@ -122,7 +122,7 @@ class Header:
 
 
 PROMPT = timedelta(seconds=20)
-"""The server takes every worker's message at once, whatever else it does: one that does not is gone."""
+"""The server takes every message at once, whatever else it does: one that takes no chunk for so long is gone."""
 
 
 class Pair:
@@ -146,12 +146,11 @@ class Pair:
         self._timeout = timeout
 
     def send(self, header: Header, parts: Sequence[torch.Tensor] = ()) -> None:
+        limit = self._timeout
         if self._prompt is not None:
-            self._finish(self._prompt)  # what is ahead of the header on the line
-            self._all("send", [header.tensor], self._prompt)
-            self._all("send", parts, self._timeout)
-        else:
-            self._all("send", [header.tensor, *parts], self._timeout)
+            limit = min(limit, self._prompt)
+            self._finish(limit)  # what is ahead of the header on the line
+        self._all("send", [header.tensor, *parts], limit)
 
     def send_ahead(self, number: int, bucket: torch.Tensor) -> None:
         """Send a bucket, without waiting; if that fails, the next ``send`` says so."""
