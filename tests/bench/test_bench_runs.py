@@ -21,7 +21,7 @@ from omnilearn.bench.gang import Gang, GangError
 from omnilearn.bench.load import Load
 from omnilearn.bench.results import render
 from omnilearn.bench.workloads import workload
-from omnilearn.cluster import cgroup
+from omnilearn.cluster import cgroup, netns
 from omnilearn.cluster.owner import PREFIX
 
 
@@ -83,6 +83,16 @@ def test_sync(tmp_path: Path) -> None:
     assert rows["ddp"]["batches"] == "16/16/16/16"
     assert rows["ddp"]["waiting"] > rows["oracle"]["waiting"]
     assert level["speedup_vs_uniform"] > 1.5
+
+
+@pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable())
+def test_overlap(tmp_path: Path) -> None:
+    read = measured(tmp_path, "overlap", "--rates", "3Gbit")
+    rows = {row["contestant"]: row for row in read["rows"]}
+    assert set(rows) == {"at the step", "early"}
+    assert rows["at the step"]["ratio"] == 1
+    assert read["summary"]["step_time_ratio"] == rows["early"]["ratio"] > 0
+    assert "| 3Gbit | early |" in render([("overlap.json", read)])
 
 
 def test_other_work_on_one_device(tmp_path: Path) -> None:

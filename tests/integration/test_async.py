@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.observe import read
+from omnilearn.pytorch.asynchronous.gradient import SWITCH as EARLY
 from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.gang import Gang, WorkerError
 from tests.integration.asynchronous import count_epochs, counting, uses
@@ -67,25 +69,102 @@ def test_one_worker_equals_plain_pytorch(gang: Gang, kind: str, micro: int | Non
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def early_or_not(clip: bool, micro: int | None) -> Any:
+    """Weights after some steps, how many buckets left early, and whether they still may."""
+    with OmniLearn(24, mode="async", lr_scaling="none", micro_batch=micro) as omni:
+        torch.manual_seed(2)
+        model: Any = nn.Sequential(nn.Linear(8, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+        model, optimizer = omni.prepare(model.double(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            omni.backward(F.cross_entropy(model(x.double()), y))
+            omni.mean(1.0)  # another message, between the gradient and its step
+            if clip:
+                omni.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        gradient = omni._worker.gradient
+        return snapshot(model), gradient.early, bool(gradient._hooks)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("micro", [None, 8])
+def test_a_gradient_that_leaves_early_is_the_same(gang: Gang, clip: bool, micro: int | None) -> None:
+    sent, shared = {SWITCH: "0", EARLY: "1"}, {SWITCH: "1", EARLY: "1"}
+    runs = [
+        gang.run(1, early_or_not, clip, micro, environment={0: how}) for how in (sent, {**sent, EARLY: "0"}, shared)
+    ]
+    (early, left, on), (late, none, _), (in_memory, nothing, _) = [results[0] for results in runs]
+    assert equal(early, late)
+    assert equal(early, in_memory)
+    assert (none, nothing) == (0, 0)
+    assert left == (3 if clip else 12), "three buckets, in every one of four steps; with clipping, in the first"
+    assert on != clip
+
+
+def careless(habit: str) -> Any:
+    """What a loop may do, in its second batch, with a gradient that has left; then two epochs as they should be."""
+    omni, model, optimizer, loader = counting(96, ballast=600_000)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("in user code")
+
+    with omni:
+        used = 0
+        for batch, x in enumerate(loader):
+            hook = model.module.uses.register_hook(fail) if habit == "error" and batch == 1 else None
+            with contextlib.suppress(ArithmeticError):
+                omni.backward(model(x))
+            if hook is not None:
+                hook.remove()
+            if batch == 0:
+                assert omni._worker.gradient.early == 2
+            if batch == 1 and habit == "break":
+                optimizer.zero_grad()
+                break
+            if batch == 1 and habit == "accumulate":
+                continue
+            if batch != 1:
+                optimizer.step()
+                used += 2 * len(x) if batch == 2 and habit == "accumulate" else len(x)
+            optimizer.zero_grad()
+        omni.mean(0.0)
+        first = uses(model)
+        count_epochs(model, optimizer, omni, loader, 2)
+        return used, first, uses(model)
+
+
+@pytest.mark.parametrize("habit", ["break", "skip", "error", "accumulate"])
+def test_a_gradient_that_left_early_and_was_not_used(gang: Gang, habit: str) -> None:
+    ((used, first, last),) = gang.run(1, careless, habit, environment={0: {SWITCH: "0", EARLY: "1"}})
+    assert sum(first) == used == {"break": 24, "accumulate": 96}.get(habit, 72)
+    assert set(first) <= {0.0, 1.0}
+    assert last == [count + 2 for count in first]
+
+
 # Three workers
 
 
 def together(log: str, options: dict[str, Any], epochs: int) -> Any:
+    large = "ballast" in options
     omni, model, optimizer, loader = counting(120, log_dir=log, **options)
     with omni:
         count_epochs(model, optimizer, omni, loader, epochs)
         assert len(loader) == 5
         assert omni._worker._tensors.shared == (os.environ.get(SWITCH) != "0")
+        assert bool(omni._worker.gradient.early) == (large and not omni._worker._tensors.shared)
         return uses(model), omni._worker._step, omni._worker.version, snapshot(model), omni.epoch, omni.world_size
 
 
-@pytest.mark.parametrize(("workers", "sent_by"), [(0, ()), (2, ()), (0, (0, 1, 2)), (0, (1,))])
+@pytest.mark.parametrize(
+    ("options", "sent_by"),
+    [({}, ()), ({"num_workers": 2}, ()), ({}, (0, 1, 2)), ({}, (1,)), ({"ballast": 600_000}, (0, 2))],
+)
 def test_every_sample_once_and_no_update_lost(
-    gang: Gang, tmp_path: Path, workers: int, sent_by: tuple[int, ...]
+    gang: Gang, tmp_path: Path, options: dict[str, Any], sent_by: tuple[int, ...]
 ) -> None:
-    """Whether gradients and parameters are sent, or lie in memory that is shared with the server."""
+    """Whether gradients and parameters are sent, early or not, or lie in memory that is shared with the server."""
     epochs = 3
-    options = {"policy": "optimal", "num_workers": workers}
+    options = {"policy": "optimal", **options}
     environment = {rank: {SWITCH: "0"} for rank in sent_by}
     results = gang.run(3, together, str(tmp_path), options, epochs, environment=environment)
     for counts, _, version, state, epoch, _ in results:

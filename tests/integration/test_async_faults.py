@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import torch
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.pytorch import checkpoint
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.gradient import SWITCH as EARLY
 from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.integration.asynchronous import Counter, Crew, count_epochs, counting, crew, uses
 
@@ -42,22 +48,39 @@ def train(folder: Path, epochs: int = 2, fault: str = "", **options: Any) -> Any
             send = wire.Pair.send
 
             def half(self: Any, header: Any, parts: Any) -> None:
-                send(self, header, [parts[0][: wire.CHUNK]])
+                send(self, header)  # the gradient has gone ahead of it, flags and buffers do not come
                 os.kill(os.getpid(), signal.SIGKILL)
 
             wire.Pair.send = half  # type: ignore[method-assign]
+        if fault == "mid-backward":
+            die_sending(omni, lambda: os.kill(os.getpid(), signal.SIGKILL))
         if fault == "nan":
             model.uses.grad.fill_(float("nan"))
         if fault == "nonsense":
-            omni._worker._ask(wire.PUSH, "lying", omni._worker._tensors.gradients(), parts=7, leases=5, samples=1)
+            omni._worker._ask(wire.PUSH, "lying", omni._worker._tensors.beside([True]), parts=7, leases=5, samples=1)
 
     count_epochs(model, optimizer, omni, loader, epochs, accident)
     omni.close()
     return {"uses": uses(model), "late": omni._worker.late, "skipped": omni.skipped, "version": omni._worker.version}
 
 
+def die_sending(omni: Any, accident: Callable[[], None]) -> None:
+    """Have an accident in the next backward pass, when a part of a bucket has been sent."""
+    gradient = omni._worker.gradient
+    send = gradient._send
+
+    def part(number: int, bucket: torch.Tensor) -> None:
+        assert any("run_backward" in frame.name for frame in traceback.extract_stack()), "not in the backward pass"
+        gradient._send = send
+        send(number, bucket[: wire.BUCKET])
+        accident()
+        send(number, bucket[wire.BUCKET :])
+
+    gradient._send = part
+
+
 def three(team: Crew, fault: str, where: int = 1, **options: Any) -> None:
-    environment = {SWITCH: "0"} if fault == "mid-push" else {}  # in shared memory there is no middle
+    environment = {SWITCH: "0", EARLY: "1"} if fault.startswith("mid-") else {}  # in shared memory there is no middle
     for rank in range(3):
         options_here = {"fault": fault if rank == where else "pace", **options}
         team.start(f"worker {rank}", _call, options_here, rank=rank, size=3, **environment)
@@ -67,7 +90,10 @@ def _call(folder: Path, options: dict[str, Any]) -> Any:
     return train(folder, **options)
 
 
-@pytest.mark.parametrize(("fault", "victim", "ballast"), [("kill", 1, 0), ("mid-push", 2, 3_000_000), ("kill", 0, 0)])
+@pytest.mark.parametrize(
+    ("fault", "victim", "ballast"),
+    [("kill", 1, 0), ("mid-push", 2, 3_000_000), ("mid-backward", 1, 3_000_000), ("kill", 0, 0)],
+)
 def test_a_killed_worker_costs_nothing(tmp_path: Path, fault: str, victim: int, ballast: int) -> None:
     """Also rank 0, which started the server."""
     with crew(tmp_path) as team:
@@ -140,6 +166,30 @@ def test_when_the_server_dies_the_workers_stop(tmp_path: Path) -> None:
         assert checkpoint.read(tmp_path / "checkpoint")["extra"] == {"epoch": 0}
 
 
+def bereaved(folder: Path, how: int) -> None:
+    """The server is killed or frozen while a gradient leaves, in the backward pass."""
+    wire.PROMPT = timedelta(seconds=2)
+    omni, model, optimizer, loader = counting(SIZE, ballast=5_000_000)
+    pid = json.loads((folder / "server.json").read_text())["pid"]
+    die_sending(omni, lambda: os.kill(pid, how))
+    count_epochs(model, optimizer, omni, loader, 1, lambda: (folder / "went on").touch())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_the_server_dies_in_the_middle_of_a_gradient(tmp_path: Path, how: int) -> None:
+    """The backward pass itself ends well; the step says it."""
+    with crew(tmp_path) as team:
+        team.start("worker", bereaved, how, **{SWITCH: "0", EARLY: "1"})
+        try:
+            team.wait(lambda: not team.processes["worker"].is_alive(), "the worker to stop")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(team.server["pid"], signal.SIGKILL)
+        assert team.mark("went on")
+        assert "PeerFailure: the server at 127.0.0.1" in team.said("worker")
+        assert "sending a gradient" in team.said("worker")
+
+
 def late(folder: Path, address: str) -> Any:
     omni, model, optimizer, loader = counting(SIZE, join=address)
     (folder / "joined").write_text(str(omni.rank))
@@ -164,9 +214,9 @@ def garbage(address: str) -> None:
     """What somebody might say at the door: noise, another protocol, too much, nothing, half of it, the wrong thing."""
     host, _, port = address.rpartition(":")
     for words in (
-        os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"{" * 100_000 + b"\n", b"", b'{"omnilearn": 1', b"[]\n",
-        b'{"omnilearn": 99, "want": "join"}\n', b'{"omnilearn": 1, "want": "join", "rank": "x"}\n', b"null\n",
-        b'{"omnilearn": 1, "want": "join", "rank": 5, "passport": {}, "resources": 3}\n', b"\x80\x04\x95" * 50 + b"\n",
+        os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"{" * 100_000 + b"\n", b"", b'{"omnilearn": 2', b"[]\n",
+        b'{"omnilearn": 99, "want": "join"}\n', b'{"omnilearn": 2, "want": "join", "rank": "x"}\n', b"null\n",
+        b'{"omnilearn": 2, "want": "join", "rank": 5, "passport": {}, "resources": 3}\n', b"\x80\x04\x95" * 50 + b"\n",
     ):  # fmt: skip
         with socket.create_connection((host, int(port)), timeout=10) as peer:
             peer.sendall(words)

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "events": ("omnilearn.bench.events", "what do a run's events cost?"),
     "sync": ("omnilearn.bench.sync", "how much faster than uniform DDP, how near the best fixed split?"),
     "async": ("omnilearn.bench.asynchronous", "what does dynamic batching change where nobody waits?"),
+    "overlap": ("omnilearn.bench.overlap", "what is it worth to send gradients while they are computed (async mode)?"),
     "dynamic": ("omnilearn.bench.dynamic", "how soon does it follow a cluster that changes?"),
     "memory": ("omnilearn.bench.memory", "what are micro-batches worth where a share does not fit into memory?"),
     "network": ("omnilearn.bench.network", "what do slow links between the workers change?"),

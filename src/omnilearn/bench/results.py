@@ -289,9 +289,23 @@ def _events(record: Data) -> list[str]:
     ]
 
 
+def _overlap(record: Data) -> list[str]:
+    rows = [
+        [row["link"], row["contestant"], row["step_ms"], row["ratio"], _spread([row["lower"], row["upper"]])]
+        for row in record["rows"]
+    ]
+    return [
+        f"Step time of a worker whose gradients ({record['summary']['parameters']:,} numbers) leave during the "
+        f"backward pass, over that of the same worker when they leave at `optimizer.step()`. A backward pass takes "
+        f"about as long as a gradient needs on the link.\n",
+        table(["link", "gradients leave", "step ms", "ratio", "quartiles"], rows),
+    ]
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Data], list[str]]]] = {
     "sync": ("Synchronous training", _sync),
     "async": ("Asynchronous training", _async),
+    "overlap": ("Sending while computing", _overlap),
     "dynamic": ("A cluster that changes", _dynamic),
     "memory": ("What memory costs", _memory),
     "network": ("Slow links", _network),

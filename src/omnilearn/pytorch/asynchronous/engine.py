@@ -63,7 +63,7 @@ class AsyncEngine:
         self._pair: Pair | None = pair
         self._on_plan = on_plan
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
-        self._tensors = tensors
+        self._tensors, self.gradient = tensors, tensors.gradient(pair)
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]
@@ -255,9 +255,11 @@ class AsyncEngine:
         part = piece.samples if weight is None else float(weight)
         self._weight += part
         whole = piece.first and piece.last
-        (loss if whole else loss * (part / piece.share.total)).backward()
+        weighed_after = self._own_weights and not whole
+        with self.gradient.final() if piece.last and not weighed_after else contextlib.nullcontext():
+            (loss if whole else loss * (part / piece.share.total)).backward()
         if piece.last:
-            if self._own_weights and not whole:
+            if weighed_after:
                 scale = piece.share.total / self._weight
                 torch._foreach_mul_([p.grad for p in self._tensors.trainable if p.grad is not None], scale)
             self._unpushed.append(piece.share)
@@ -273,12 +275,13 @@ class AsyncEngine:
         shares, self._unpushed = self._unpushed, []
         samples = sum(share.total for share in shares)
         begin, version = time.perf_counter(), self.version
-        parts = self._tensors.gradients()
+        present, again = self.gradient.collect()
+        parts = [*again, *self._tensors.beside(present)]
         timed, seconds = self._timing
         self._timing = (0, 0.0)
         answer, _ = self._ask(
             wire.PUSH, "sending a gradient", parts, parts=wire.VALUES | wire.FLAGS | wire.BUFFERS, leases=len(shares),
-            samples=samples, batch=timed, seconds=seconds,
+            samples=samples, batch=timed, seconds=seconds, again=bool(again),
         )  # fmt: skip
         end = time.perf_counter()
         if answer["kind"] != wire.LATE:
@@ -290,6 +293,7 @@ class AsyncEngine:
         if self._clock is not None and len(shares) == 1:
             self._timing = samples, max(end - self._clock - answer["held"], 1e-9)
             busy = begin - self._clock
+            self.gradient.took(self._timing[1] / samples)
         if self.events:
             wait = end - begin if busy else 0.0
             self._steps.add(samples, busy, wait, staleness, float(self._loss))
@@ -373,6 +377,7 @@ class AsyncEngine:
 
     def abandon(self) -> None:
         """Leave without a word: the server takes back what this worker held."""
+        self.gradient.stop("this worker leaves")
         if self._pair is not None:
             with contextlib.suppress(Exception):
                 self._pair.close()

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 ALIGNMENT = 64
+
+
+class Bucket(NamedTuple):
+    """Some tensors that lie side by side, and their bytes."""
+
+    begin: int
+    end: int
+    members: list[int]
 
 
 class Layout:
@@ -39,6 +48,16 @@ class Layout:
     def stretches(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """All tensors of one type as one, per type."""
         return [flat[begin:end].view(kind) for kind, begin, end in self._stretches]
+
+    def buckets(self, size: int) -> list[Bucket]:
+        """All of it, cut between tensors into pieces of at least ``size`` bytes; the last may be smaller."""
+        cuts: list[Bucket] = []
+        for i, (_, _, begin, end) in self._places.items():
+            if not cuts or (end > begin and begin - cuts[-1].begin >= size):
+                cuts.append(Bucket(begin, self.size, []))
+            cuts[-1].members.append(i)
+        ends = [bucket.begin for bucket in cuts[1:]] + [self.size]
+        return [bucket._replace(end=end) for bucket, end in zip(cuts, ends, strict=True)]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A new flat buffer in main memory with the tensors' values."""

@@ -11,7 +11,7 @@ import torch
 from omnilearn.cluster.resources import Resources
 from omnilearn.data.leases import Lease
 from omnilearn.pytorch.asynchronous.owner import Portrait
-from omnilearn.pytorch.asynchronous.wire import Pair
+from omnilearn.pytorch.asynchronous.wire import BUCKET, Pair
 
 
 @dataclass(eq=False)
@@ -24,6 +24,7 @@ class Member:
     outbox: torch.Tensor  # the parameters of an answer
     shared: bool  # the worker has both boxes in its own memory too: nothing in them is sent
     gradients: list[torch.Tensor]
+    buckets: list[torch.Tensor]  # what comes ahead of a push; nothing where memory is shared
     flags: torch.Tensor
     theirs: torch.Tensor
     numbers: list[torch.Tensor]
@@ -52,9 +53,10 @@ class Member:
         numbers = inbox[:values]
         return Member(
             rank, where, resources, pair, inbox,
-            outbox=numbers if memory is None else memory[:values],  # a gradient is used before it is answered
+            outbox=layout.values.empty() if memory is None else memory[:values],
             shared=memory is not None,
             gradients=layout.values.views(numbers),
+            buckets=[numbers[b.begin : b.end] for b in layout.values.buckets(BUCKET)] if memory is None else [],
             flags=inbox[values : values + layout.values.count],
             theirs=inbox[values + flags :],
             numbers=layout.values.stretches(numbers),

@@ -38,6 +38,7 @@ class Server(Training):
     def serve(self, member: Member) -> None:
         clean = False
         try:
+            member.pair.expect(member.buckets)
             while not clean:
                 header = member.pair.receive_header(tuple(wire.NAMES), self.settings.timeout)
                 note = self._receive(member, header)
@@ -45,6 +46,8 @@ class Server(Training):
                 if member.lost:
                     self.welcome_back(member)
                 answer, parts = self._answer(member, header, note)
+                if header["kind"] == wire.PUSH:
+                    member.pair.expect(member.buckets)  # the next gradient may come from now on
                 member.pair.send(answer, parts)
                 clean = header["kind"] == wire.BYE
                 member.busy, member.heard = False, time.monotonic()
@@ -63,7 +66,9 @@ class Server(Training):
         if parts & ~wire.NOTE != wanted.get(kind, 0):
             raise wire.Nonsense(f"parts {parts} with a {wire.NAMES[kind]}")
         if kind == wire.PUSH and not member.shared:
-            member.pair.receive([member.inbox])
+            member.pair.receive_expected()
+            gradient, beside = member.inbox.split([len(member.outbox), len(member.inbox) - len(member.outbox)])
+            member.pair.receive([gradient, beside] if header["again"] else [beside])
         elif kind in wanted and len(member.theirs) and not member.shared:
             member.pair.receive([member.theirs])
         if kind in wanted and len(member.theirs):

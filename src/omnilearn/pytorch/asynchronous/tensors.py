@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous.gradient import Gradient
 from omnilearn.pytorch.asynchronous.owner import Portrait
 from omnilearn.pytorch.asynchronous.wire import Pair
 
@@ -29,8 +31,6 @@ class Tensors:
         self._values = portrait.values.empty(device) if on_card else self._arrived
         self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
         self._rest = self._outbox[values + flags :]
-        self._staged = portrait.values.empty(device) if on_card else self._numbers
-        self._gradients = portrait.values.views(self._staged)
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that lie in memory in another way
         for parameter, view in zip(self.trainable, portrait.values.views(self._values), strict=True):
             view.copy_(parameter.detach())
@@ -39,23 +39,16 @@ class Tensors:
             else:
                 self._aside.append((parameter.data, view))
 
-    def gradients(self) -> list[torch.Tensor]:
-        """All gradients, which of them there are, and the buffers: one message."""
-        present = [p.grad is not None for p in self.trainable]
-        if any(p.grad is not None and p.grad.is_sparse for p in self.trainable):
-            raise UsageError("sparse gradients cannot be sent in asynchronous mode: use dense embeddings")
-        with torch.no_grad():
-            there = [(g, p.grad) for g, p, has in zip(self._gradients, self.trainable, present, strict=True) if has]
-            if there:
-                torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
-            for gradient, has in zip(self._gradients, present, strict=True):
-                if not has:
-                    gradient.zero_()
-        if self._staged is not self._numbers:
-            self._numbers.copy_(self._staged)
+    def gradient(self, pair: Pair) -> Gradient:
+        """Where gradients leave from, for that server."""
+        send = None if self.shared else pair.send_ahead
+        return Gradient(self.trainable, self._portrait.values, self._numbers, self._device, send)
+
+    def beside(self, present: Sequence[bool]) -> list[torch.Tensor]:
+        """What goes with a gradient: which of its tensors there are, and the buffers."""
         self._flags.copy_(torch.tensor(present, dtype=torch.uint8))
         self.buffers()
-        return [] if self.shared else [self._outbox]
+        return [] if self.shared else [self._outbox[len(self._numbers) :]]
 
     def buffers(self) -> list[torch.Tensor]:
         for view, buffer in zip(self._portrait.rest.views(self._rest), self._portrait.buffers, strict=True):

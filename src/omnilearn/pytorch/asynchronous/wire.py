@@ -2,15 +2,17 @@
 
 Every message has a magic number and a version, and every length is checked against what both sides know before
 anything is received. Values travel as JSON and raw tensors: nothing that comes from a peer is unpickled. Buffers go in
-chunks, because with larger messages a peer that dies in the middle is noticed late.
+chunks, because with larger messages a peer that dies in the middle is noticed late. A gradient's buckets come ahead of
+the header of their message, whenever they are ready, each under a tag of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +24,10 @@ import torch.distributed as dist
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.pytorch.membership import CHUNK
 
-MAGIC, PROTOCOL = 0x4F4D4E49, 1
+MAGIC, PROTOCOL = 0x4F4D4E49, 2
 LARGEST_NOTE = 64 * 2**20
+BUCKET = 2**20
+"""Bytes of a gradient that leave together, where it consists of small tensors; and of their chunks."""
 MOST_LEASES, MOST_GROUPS, MOST_OTHERS = 16, 32, 8
 
 # Requests
@@ -38,6 +42,7 @@ VALUES, FLAGS, BUFFERS, FROZEN, NOTE = 1, 2, 4, 8, 16
 _FIELDS = (
     "magic", "protocol", "kind", "parts", "note", "version", "generation", "epoch", "over", "leases", "samples",
     "batch", "rates", "seconds", "held", "workers", "main",
+    "again",
 )  # fmt: skip
 _AT = {name: i for i, name in enumerate(_FIELDS)}
 _LEASES = 24
@@ -117,7 +122,7 @@ class Header:
 
 
 PROMPT = timedelta(seconds=20)
-"""The server takes every worker's message at once, whatever else it does: one that does not is gone."""
+"""The server takes every message at once, whatever else it does: one that takes no chunk for so long is gone."""
 
 
 class Pair:
@@ -133,27 +138,42 @@ class Pair:
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), me, 2, options)
         except RuntimeError as error:
             raise Disconnected(f"no connection could be made ({_first_line(error)})") from error
+        self._ahead: list[Any] = []  # buckets under way
+        self._failure = "the connection was closed before"
 
     def limit(self, timeout: timedelta) -> None:
         """Wait so long at most from now on."""
         self._timeout = timeout
 
     def send(self, header: Header, parts: Sequence[torch.Tensor] = ()) -> None:
+        limit = self._timeout
         if self._prompt is not None:
-            self._all(self._group.send, [header.tensor], self._prompt)
-            self._all(self._group.send, parts, self._timeout)
-        else:
-            self._all(self._group.send, [header.tensor, *parts], self._timeout)
+            limit = min(limit, self._prompt)
+            self._finish(limit)  # what is ahead of the header on the line
+        self._all("send", [header.tensor, *parts], limit)
+
+    def send_ahead(self, number: int, bucket: torch.Tensor) -> None:
+        """Send a bucket, without waiting; if that fails, the next ``send`` says so."""
+        with contextlib.suppress(Disconnected):
+            self._ahead += self._start("send", bucket.split(BUCKET), 1 + number)
+
+    def expect(self, buckets: Sequence[torch.Tensor]) -> None:
+        """Take these buckets whenever they come; ``receive_expected`` waits for the last of them."""
+        for number, bucket in enumerate(buckets):
+            self._ahead += self._start("recv", bucket.split(BUCKET), 1 + number)
+
+    def receive_expected(self) -> None:
+        self._finish(self._timeout)
 
     def receive_header(self, kinds: Sequence[int], timeout: timedelta | None = None) -> Header:
         header = Header()
-        self._all(self._group.recv, [header.tensor], timeout or self._timeout)
+        self._all("recv", [header.tensor], timeout or self._timeout)
         header.check(kinds)
         return header
 
     def receive(self, parts: Sequence[torch.Tensor]) -> None:
         """The parts that a header announced, into these buffers."""
-        self._all(self._group.recv, parts, self._timeout)
+        self._all("recv", parts, self._timeout)
 
     def receive_note(self, header: Header) -> Any:
         if not header["note"]:
@@ -164,17 +184,35 @@ class Pair:
 
     def close(self) -> None:
         self._group = None
+        self._ahead.clear()
 
-    def _all(self, act: Any, tensors: Sequence[torch.Tensor], timeout: timedelta) -> None:
-        if self._group is None:
-            raise Disconnected("the connection was closed before")
-        try:
-            works = [act([chunk], self._peer, 0) for tensor in tensors for chunk in _chunks(tensor)]
+    def _all(self, act: str, tensors: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        self._wait(self._start(act, [chunk for tensor in tensors for chunk in _chunks(tensor)], 0), timeout)
+
+    def _finish(self, timeout: timedelta) -> None:
+        """Wait for the buckets under way: so long for each chunk."""
+        works, self._ahead = self._ahead, []
+        self._wait(works, timeout)
+
+    def _start(self, act: str, chunks: Sequence[torch.Tensor], tag: int) -> list[Any]:
+        with self._noticing():
+            return [getattr(self._group, act)([chunk], self._peer, tag) for chunk in chunks]
+
+    def _wait(self, works: Sequence[Any], timeout: timedelta) -> None:
+        with self._noticing():
             for work in works:
                 work.wait(timeout)
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """What gloo raises means that the peer is gone; there is no way back."""
+        if self._group is None:
+            raise Disconnected(self._failure)
+        try:
+            yield
         except RuntimeError as error:
-            self._group = None
-            raise Disconnected(_first_line(error)) from error
+            self._group, self._failure = None, _first_line(error)
+            raise Disconnected(self._failure) from error
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
