@@ -143,7 +143,8 @@ class Curves:
                 at = (sums + own)[1] / (sums + own)[0]
                 theirs = (sums[2] + sums[3] * at) / sums[0]
                 apart = abs((self.alpha[k] + self.beta[k] * at) / theirs - 1)
-                if apart > ALIKE * np.sqrt(doubt[i] ** 2 + 1 / sums[0]):
+                # Far from what was measured lines meet by chance: equals have similar batches.
+                if apart > ALIKE * np.sqrt(doubt[i] ** 2 + 1 / sums[0]) or not 0.5 < b[k] / b[group[0]] < 2:
                     group, sums = [], np.zeros(4)
             group.append(k)
             sums = sums + own
