@@ -35,6 +35,7 @@ MUCH = 0.3
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
+BACK = "tried, slower: back"
 LONGEST_TRIAL = 8
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
@@ -191,24 +192,25 @@ class Optimal:
             patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
             if state.steps - state.changed_at >= patience:
                 return everybody, "ask the parked again"
-        # Where the best set was refuted: the best of those with one worker more or less.
+        # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
-            for k in range(problem.workers):
-                others = tuple(sorted(active ^ {k}))
+            alone = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
+            for others in [(alone,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]:
                 if others and _feasible(problem, others):
                     candidates.append(_over(problem, curves, others))
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
         early = state.steps <= 2 * LEARNING
+        moving = state.plan.reason == LEARN if early else not state.settled
         noise = float(np.max(curves.noise[list(active)]))
         for candidate in candidates:
             workers = _active(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
-            if state.plan.reason == LEARN if early else not state.settled:
-                least = max(least, MUCH)  # the lines are still moving
+            if moving or (state.plan.reason == BACK and len(state.times) < self.trial_steps):
+                least = max(least, MUCH)  # or there is little that a trial could be compared with
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
             if workers in refused and refused[workers].stands(state.steps, state.times):
@@ -258,7 +260,7 @@ class Optimal:
             seconds=measured,
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
-        return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
+        return _follow(after, as_plan(back, BACK, trial.baseline, measured))
 
 
 def expected_cost(measured: tuple[float | None, ...]) -> Floats:
