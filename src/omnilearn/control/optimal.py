@@ -196,9 +196,8 @@ class Optimal:
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
             alone = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
-            for others in [(alone,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]:
-                if others and _feasible(problem, others):
-                    candidates.append(_over(problem, curves, others))
+            near = [(alone,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
+            candidates += [_over(problem, curves, others) for others in near if others and _feasible(problem, others)]
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
         early = state.steps <= 2 * LEARNING
