@@ -32,10 +32,11 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
+LEAP = 2.0
+"""A batch that is so many times the one last measured."""
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
-BACK = "tried, slower: back"
 LONGEST_TRIAL = 8
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
@@ -51,6 +52,7 @@ class Trial:
 
     before: Plan
     baseline: float
+    steps: int  # that the baseline is of
     rebalances: int = 2
 
 
@@ -144,7 +146,8 @@ class Optimal:
             if wanted is not None:
                 batches, reason = wanted
                 measured = float(np.median(state.times)) if state.times else now
-                trial = Trial(before=plan, baseline=min(measured, then) if rebalance else measured)
+                baseline = min(measured, then) if rebalance else measured
+                trial = Trial(before=plan, baseline=baseline, steps=max(len(state.times), 1))
                 after = replace(state, trial=trial, changed_at=state.steps)
                 return _follow(after, as_plan(batches, reason, _time(batches, curves, cost), now))
         if rebalance:
@@ -182,6 +185,7 @@ class Optimal:
         curves, refused = state.curves, dict(state.refuted)
         batches = allocate(problem, curves.alpha, curves.beta, cost)
         candidates = [batches]
+        alone = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
         if state.plan.parked and _feasible(problem, asked := _asked(problem, state)):
             everybody = _over(problem, curves, asked)
             # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
@@ -195,7 +199,6 @@ class Optimal:
         # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
-            alone = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
             near = [(alone,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
             candidates += [_over(problem, curves, others) for others in near if others and _feasible(problem, others)]
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
@@ -208,7 +211,7 @@ class Optimal:
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
-            if moving or (state.plan.reason == BACK and len(state.times) < self.trial_steps):
+            if moving or len(state.times) < self.trial_steps:
                 least = max(least, MUCH)  # or there is little that a trial could be compared with
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
@@ -237,7 +240,7 @@ class Optimal:
         cost = expected_cost(state.reduce_cost)
         count = len(state.times)
         measured = float(np.median(state.times)) if count else 0.0
-        doubt = float(np.max(curves.noise[list(plan.active)])) / np.sqrt(max(count, 1))
+        doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
         unclear = abs(1 - measured / trial.baseline) < doubt
         if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
             balanced = _over(problem, curves, plan.active)
@@ -259,7 +262,7 @@ class Optimal:
             seconds=measured,
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
-        return _follow(after, as_plan(back, BACK, trial.baseline, measured))
+        return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
 
 def expected_cost(measured: tuple[float | None, ...]) -> Floats:
@@ -309,7 +312,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         state,
         curves=curves,
         reduce_cost=tuple(cost),
-        times=tuple(times[-8:]),
+        times=tuple(times[-LONGEST_TRIAL:]),
         settled=state.settled if np.array_equal(curves.changes, state.curves.changes) else 0,
         steps=state.steps + steps,
         pulse=tuple(pulse.tolist()),
@@ -405,7 +408,16 @@ def _feasible(problem: Problem, workers: Workers) -> bool:
 
 
 def _over(problem: Problem, curves: Curves, workers: Workers) -> Ints:
-    """The best split over exactly these workers."""
+    """The best split over exactly these workers, without leaps.
+
+    A line fitted to a few noisy steps may be far too flat. Nobody gets several times the batch last measured because
+    of that: for such a leap, at least half of the time is taken to grow with the batch.
+    """
     k, batches = list(workers), np.zeros(problem.workers, dtype=np.int64)
-    batches[k] = allocate(_restricted(problem, workers), curves.alpha[k], curves.beta[k])
+    inside, alpha, beta, at = _restricted(problem, workers), curves.alpha[k], curves.beta[k], curves.at[k]
+    batches[k] = allocate(inside, alpha, beta)
+    if np.any((at > 0) & (batches[k] > LEAP * at)):
+        steeper = np.maximum(beta, curves.times(curves.at)[k] / (2 * np.maximum(at, 1.0)))
+        steeper = np.where(at > 0, steeper, beta)
+        batches[k] = allocate(inside, np.maximum(alpha - (steeper - beta) * at, 0.0), steeper)
     return batches
