@@ -2,7 +2,7 @@
 
 Per level and workload: the oracle is searched (``oracle.py``), the policies learn, then all take turns in short
 blocks, several rounds. Ratios are taken within a round and their median is reported, so that a machine that slows
-down for a while slows all of them.
+down for a while slows all of them. The oracle of a round is the split that was the fastest in the others.
 """
 
 from __future__ import annotations
@@ -212,32 +212,39 @@ class Contest:
     def _median(self, contestant: str) -> float:
         return float(np.median(joined(self.rounds[contestant]).seconds))
 
-    def _ratio(self, contestant: str, other: str) -> dict[str, float]:
-        """How many times faster ``contestant`` is than ``other``, round by round."""
-        pairs = zip(self.rounds[contestant], self.rounds[other], strict=True)
-        return median_and_spread(float(np.median(b.seconds) / np.median(a.seconds)) for a, b in pairs)
-
     def _best(self, least: int, most: int) -> str | None:
         """The fastest split over so many workers, if one was worth measuring."""
-        fitting = [name for name, split in self.splits.items() if least <= oracle.active(split) <= most]
-        return min(fitting, key=self._median, default=None)
+        return min(self._over(least, most), key=self._median, default=None)
+
+    def _over(self, least: int, most: int) -> list[str]:
+        return [name for name, split in self.splits.items() if least <= oracle.active(split) <= most]
+
+    def _ratio_to_best(self, contestant: str, fitting: Sequence[str]) -> dict[str, float]:
+        """How many times faster ``contestant`` is than the best of these, round by round: than the one that was the
+        fastest in the other rounds. The fastest of a round itself is that partly by luck."""
+        speed = np.array([[float(np.median(turn.seconds)) for turn in self.rounds[name]] for name in fitting])
+        own = [float(np.median(turn.seconds)) for turn in self.rounds[contestant]]
+        rounds = np.arange(len(own))
+        others = [speed[:, rounds != turn] if len(own) > 1 else speed for turn in rounds]
+        best = [int(np.argmin(np.median(times, axis=1))) for times in others]
+        return median_and_spread(speed[best[turn], turn] / own[turn] for turn in rounds)
 
     def summary(self) -> dict[str, Any]:
         assert self.search is not None
         size = self.gang.size
-        best, subset, single = self._best(1, size), self._best(1, size - 1), self._best(1, 1)
+        best, subset = self._best(1, size), self._best(1, size - 1)
         assert best is not None
         found: dict[str, Any] = {}
-        for key, other in (
-            ("speedup_vs_uniform", "ddp"),
-            ("fraction_of_oracle", best),
-            ("vs_best_subset", subset),
-            ("vs_best_single", single),
+        for key, against in (
+            ("speedup_vs_uniform", ["ddp"]),
+            ("fraction_of_oracle", self._over(1, size)),
+            ("vs_best_subset", self._over(1, size - 1)),
+            ("vs_best_single", self._over(1, 1)),
         ):
-            if other is None:  # all of them predicted to be far slower, and left out
+            if not against:  # all of them predicted to be far slower, and left out
                 found[key] = found[f"{key}_spread"] = None
                 continue
-            ratio = self._ratio("optimal", other)
+            ratio = self._ratio_to_best("optimal", against)
             found[key], found[f"{key}_spread"] = ratio["median"], [ratio["lower"], ratio["upper"]]
         for key, stay in (("steps_to_90", False), ("steps_to_stay_at_90", True)):
             reached = [steps_to(trace.seconds, self._median(best), stay=stay) for trace in self.starts]
@@ -248,8 +255,8 @@ class Contest:
         found["oracle_ms"] = 1e3 * self._median(best)
         found["others"] = {
             policy: {
-                "speedup_vs_uniform": self._ratio(policy, "ddp")["median"],
-                "fraction_of_oracle": self._ratio(policy, best)["median"],
+                "speedup_vs_uniform": self._ratio_to_best(policy, ["ddp"])["median"],
+                "fraction_of_oracle": self._ratio_to_best(policy, self._over(1, size))["median"],
             }
             for policy in self.how.policies
             if policy != "optimal"
