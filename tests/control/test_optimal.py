@@ -195,6 +195,17 @@ def test_between_all_and_one_the_sets_never_tried_get_a_look() -> None:
     assert len(lab.active) == 3
 
 
+def test_where_reducing_is_dear_one_is_tried_alone_against_its_line() -> None:
+    """Reducing costs the workers time of their own, which lies in their lines and is gone when one is alone."""
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        return np.where((b > 0).sum() > 1, 0.03 + 0.0016 * b, 0.05 + 0.0002 * b)
+
+    lab = Lab(Problem.of(64, workers=4), seconds, Optimal(), together=lambda b: 0.06 if (b > 0).sum() > 1 else 0.0)
+    lab.run(60)
+    assert len(lab.active) == 1
+
+
 def parked_lab() -> Lab:
     lab = Lab(Problem.of(128, workers=2), line([0.02, 0.12], [0.0002, 0.003]), Optimal(first="uniform"))
     lab.run(100)

@@ -21,8 +21,8 @@ HEAD = """\
 
 Made by `make results` from the files in `docs/results/`; do not edit. Every number is a ratio or a median measured in
 one run on the same work, with contestants taking turns (`omnilearn bench NAME --help`). *Uniform* is raw
-DistributedDataParallel with equal batches, *oracle* the best of all fixed splits tried in that run. The fastest of several
-noisy ones is that partly by luck, so new records compare each round with the split that was fastest in the other rounds.
+DistributedDataParallel with equal batches, *oracle* the best of all fixed splits tried in that run. The fastest of
+several noisy ones is that partly by luck: new records compare each round with the split fastest in the other rounds.
 
 The papers (Tyagi and Sharma, ACSOS 2020 and OmniLearn 2025) claim 14–85% less training time, 26% on average, on CPU
 clusters of their heterogeneity levels; 4 times the speed for ResNet-50 on a GPU + CPU pair, and 4.5 times on two T4 and

@@ -32,6 +32,8 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
+DEAR = 0.3
+"""What acting together costs, of the step, for a worker to be tried alone even if its line is against it."""
 LEAP = 2.0
 """A batch that is so many times the one last measured."""
 HOPE = 0.1
@@ -185,7 +187,6 @@ class Optimal:
         curves, refused = state.curves, dict(state.refuted)
         batches = allocate(problem, curves.alpha, curves.beta, cost)
         candidates = [batches]
-        alone = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
         if state.plan.parked and _feasible(problem, asked := _asked(problem, state)):
             everybody = _over(problem, curves, asked)
             # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
@@ -199,7 +200,8 @@ class Optimal:
         # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
         active = set(state.plan.active)
         if _active(batches) in refused and problem.workers <= 64:
-            near = [(alone,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
+            fastest = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
+            near = [(fastest,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
             candidates += [_over(problem, curves, others) for others in near if others and _feasible(problem, others)]
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
             candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
@@ -218,6 +220,12 @@ class Optimal:
             if workers in refused and refused[workers].stands(state.steps, state.times):
                 continue
             return candidate, f"{_change(workers, active)}: try"
+        # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
+        if early and state.settled and len(active) > 1 and cost[len(active)] > DEAR * now:
+            hoped = np.sqrt(problem.global_batch / np.maximum(curves.at, 1.0)) * curves.times(curves.at)
+            alone = (int(np.argmin(hoped)),)
+            if hoped.min() < now and alone not in refused and _feasible(problem, alone):
+                return _over(problem, curves, alone), "park: try"
         # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
         # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
         if state.settled and state.plan.parked:
