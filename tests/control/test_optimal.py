@@ -206,6 +206,15 @@ def test_where_reducing_is_dear_one_is_tried_alone_against_its_line() -> None:
     assert len(lab.active) == 1
 
 
+def test_a_worker_never_measured_is_not_tried_alone() -> None:
+    """Reducing is dear, and one worker does not fit in at first: nothing is known of it."""
+    problem = Problem.of(60, speeds=[4, 4, 4, 1], minimum=[1, 1, 1, 60], maximum=[60, 60, 60, 60])
+    lab = Lab(problem, lambda b: 0.05 + 0.0016 * b, Optimal(), together=lambda b: 0.06 if (b > 0).sum() > 1 else 0.0)
+    assert lab.active == (0, 1, 2)
+    lab.run(32)
+    assert all(batches[3] == 0 for _, batches, _ in lab.log)
+
+
 def parked_lab() -> Lab:
     lab = Lab(Problem.of(128, workers=2), line([0.02, 0.12], [0.0002, 0.003]), Optimal(first="uniform"))
     lab.run(100)

@@ -4,7 +4,8 @@ Three things change a plan. *Rebalance*: the same workers, better split, where t
 could fake. *Excite*: once or twice in the beginning, batches are moved a little so that the fixed part of each
 worker's time can be told from the part that grows with its batch. *Trial*: another set of workers, tried for a few
 steps and kept only if the measured step time confirms it; a refuted set is not tried again for a while, twice as
-long each time.
+long each time, unless the others meanwhile became slower than it was. Workers that noise alone tells apart count as
+equals.
 
 The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
 of it for so long that asking again costs at most PROBE_BUDGET of the time.
@@ -214,32 +215,13 @@ class Optimal:
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
             if moving or len(state.times) < self.trial_steps:
-                least = max(least, MUCH)  # or there is little that a trial could be compared with
+                least = max(least, MUCH)  # lines still change, or there is little to compare a trial with
             if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
                 continue
             if workers in refused and refused[workers].stands(state.steps, state.times):
                 continue
-            return candidate, f"{_change(workers, active)}: try"
-        # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
-        if early and state.settled and len(active) > 1 and cost[len(active)] > DEAR * now:
-            hoped = np.sqrt(problem.global_batch / np.maximum(curves.at, 1.0)) * curves.times(curves.at)
-            alone = (int(np.argmin(hoped)),)
-            if hoped.min() < now and alone not in refused and _feasible(problem, alone):
-                return _over(problem, curves, alone), "park: try"
-        # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
-        # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
-        if state.settled and state.plan.parked:
-            hopeful = np.maximum.accumulate([c or 0.0 for c in state.reduce_cost])
-            candidate = allocate(problem, curves.alpha, curves.beta, hopeful)
-            workers = _active(candidate)
-            if (
-                state.reduce_cost[len(workers)] is None
-                and active < set(workers)
-                and workers not in refused
-                and 1 - _cautious(candidate, curves, hopeful, early) / now > HOPE
-            ):
-                return candidate, f"{_change(workers, active)}: try"
-        return None
+            return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
+        return _worth_a_look(problem, state, cost, now, early)
 
     def _judge(self, problem: Problem, state: OptimalState) -> OptimalState:
         """During a trial: settle the batches, then let the measured step time decide."""
@@ -271,6 +253,31 @@ class Optimal:
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
+
+
+def _worth_a_look(
+    problem: Problem, state: OptimalState, cost: Floats, now: float, early: bool
+) -> tuple[Ints, str] | None:
+    """Another set of workers that no prediction speaks for, where too little is known for one; each set once."""
+    if not state.settled:
+        return None
+    curves, active, refused = state.curves, set(state.plan.active), dict(state.refuted)
+    # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
+    if early and len(active) > 1 and cost[len(active)] > DEAR * now:
+        hoped = np.sqrt(problem.global_batch / np.maximum(curves.at, 1.0)) * curves.times(curves.at)
+        alone = (int(np.argmin(np.where(curves.at > 0, hoped, np.inf))),)
+        if hoped[alone] < now and alone not in refused and _feasible(problem, alone):
+            return _over(problem, curves, alone), "park: try"
+    # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
+    # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
+    if state.plan.parked:
+        hopeful = np.maximum.accumulate([c or 0.0 for c in state.reduce_cost])
+        batches = allocate(problem, curves.alpha, curves.beta, hopeful)
+        workers = _active(batches)
+        new = state.reduce_cost[len(workers)] is None and active < set(workers) and workers not in refused
+        if new and 1 - _cautious(batches, curves, hopeful, early) / now > HOPE:
+            return batches, "unpark: try"
+    return None
 
 
 def expected_cost(measured: tuple[float | None, ...]) -> Floats:
@@ -367,10 +374,6 @@ def _interval(state: OptimalState) -> int:
     if state.trial or state.settled < 4 or np.any(state.curves.suspect[list(state.plan.active)] != 1):
         return 2
     return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))
-
-
-def _change(workers: Workers, active: set[int]) -> str:
-    return "park" if set(workers) < active else "unpark" if set(workers) > active else "exchange"
 
 
 def _active(batches: Ints) -> Workers:
