@@ -11,7 +11,8 @@ import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.optimal import OptimalState, expected_cost
+from omnilearn.control.optimal import OptimalState
+from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
 GPU_AND_CORES = CLUSTERS[1]

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> Record:
     rounds, steps = args.rounds or (1 if args.quick else 4), 4 if args.quick else 10
     torch.set_num_threads(1)
     rows: list[Row] = []
+    summary: dict[str, Any] = {"parameters": LAYERS * WIDTH**2}
     with Progress("overlap", len(rates)) as progress:
         for word, rate in rates.items():
             batch = _batch(seconds=LAYERS * WIDTH**2 * 32 / rate)
@@ -61,10 +62,10 @@ def run(args: argparse.Namespace) -> Record:
                 rows.append({"link": word, "contestant": name, "step_ms": 1e3 * float(np.median(seconds[early])),
                              "ratio": ratio["median"], "lower": ratio["lower"], "upper": ratio["upper"],
                              "batch": batch})  # fmt: skip
-            Record("overlap", rows, {}).keep(args.json)
+            summary["step_time_ratio"] = max(row["ratio"] for row in rows if row["contestant"] == CONTESTANTS["1"])
+            Record("overlap", rows, summary).keep(args.json)
             progress.done(word)
-    found = [row["ratio"] for row in rows if row["contestant"] == CONTESTANTS["1"]]
-    return Record("overlap", rows, {"parameters": LAYERS * WIDTH**2, "step_time_ratio": max(found)})
+    return Record("overlap", rows, summary)
 
 
 def _model() -> nn.Module:
@@ -96,7 +97,7 @@ def _turns(rate: int, batch: int, rounds: int, steps: int) -> dict[str, list[flo
             subprocess.Popen(
                 emulator.command(rank, command, with_parent=True),
                 stdout=subprocess.PIPE,
-                env={**os.environ, **meeting, "RANK": str(rank)},
+                env={**os.environ, **meeting, "RANK": str(rank), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
             for rank in range(2)
         ]

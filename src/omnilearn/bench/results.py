@@ -22,7 +22,8 @@ HEAD = """\
 Made by `make results` from the files in `docs/results/`; do not edit. Every number is a ratio or a median measured in
 one run on the same work, with contestants taking turns (`omnilearn bench NAME --help`). *Uniform* is raw
 DistributedDataParallel with equal batches, *oracle* the best of all fixed splits tried in that run. The fastest of
-several noisy ones is that partly by luck: new records compare each round with the split fastest in the other rounds.
+several noisy ones is that partly by luck: records made after 2026-11-15, 15:26 UTC compare each round with the split
+that was the fastest in the other rounds, older ones with the fastest of all.
 
 The papers (Tyagi and Sharma, ACSOS 2020 and OmniLearn 2025) claim 14–85% less training time, 26% on average, on CPU
 clusters of their heterogeneity levels; 4 times the speed for ResNet-50 on a GPU + CPU pair, and 4.5 times on two T4 and

@@ -222,12 +222,15 @@ class Contest:
     def _ratio_to_best(self, contestant: str, fitting: Sequence[str]) -> dict[str, float]:
         """How many times faster ``contestant`` is than the best of these, round by round: than the one that was the
         fastest in the other rounds. The fastest of a round itself is that partly by luck."""
-        speed = np.array([[float(np.median(turn.seconds)) for turn in self.rounds[name]] for name in fitting])
-        own = [float(np.median(turn.seconds)) for turn in self.rounds[contestant]]
-        rounds = np.arange(len(own))
-        others = [speed[:, rounds != turn] if len(own) > 1 else speed for turn in rounds]
-        best = [int(np.argmin(np.median(times, axis=1))) for times in others]
-        return median_and_spread(speed[best[turn], turn] / own[turn] for turn in rounds)
+        own, *others = (
+            np.array([np.median(turn.seconds) for turn in self.rounds[name]]) for name in (contestant, *fitting)
+        )
+        rounds, ratios = np.arange(len(own)), []
+        for turn in rounds:
+            elsewhere = rounds != turn if len(rounds) > 1 else slice(None)
+            best = int(np.argmin([np.median(times[elsewhere]) for times in others]))
+            ratios.append(float(others[best][turn] / own[turn]))
+        return median_and_spread(ratios)
 
     def summary(self) -> dict[str, Any]:
         assert self.search is not None

@@ -198,9 +198,8 @@ def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, v
 
 
 def _echo(workers: int, port: int, parameters: int, update: bool) -> None:
-    torch.set_num_threads(
-        1
-    )  # after a fork, before there are threads: torch makes its pool anew, and not for two at once
+    # After a fork torch makes its pool of threads anew, and not for two at once: now, before there are threads.
+    torch.set_num_threads(1)
     model, lock = Ballast(parameters), threading.Lock()
     portrait, optimizer = Portrait(model), torch.optim.SGD(model.parameters(), lr=0.1)
     owner = Owner(model, optimizer, (), portrait.copies(), optimizer.state_dict())

@@ -19,10 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from omnilearn.control.allocate import allocate, step_time
+from omnilearn.control.allocate import allocate
 from omnilearn.control.curves import FORGET, Curves
 from omnilearn.control.policy import Report, State, as_plan, saved_plan, share
 from omnilearn.control.problem import Floats, Ints, Plan, Problem
+from omnilearn.control.subsets import (
+    Workers,
+    at_least,
+    cautious,
+    expected_cost,
+    feasible,
+    members,
+    predicted,
+    restricted,
+    split_over,
+)
 
 EFFECTIVE_NOISE = float(np.sqrt((1 - FORGET) / (1 + FORGET)))
 """How much of a single measurement's noise is left in a fitted curve."""
@@ -35,8 +46,6 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 DEAR = 0.3
 """What acting together costs, of the step, for a worker to be tried alone even if its line is against it."""
-LEAP = 2.0
-"""A batch that is so many times the one last measured."""
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
@@ -45,8 +54,6 @@ ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
 FIRST_ASK = 240
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
-
-Workers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -140,9 +147,9 @@ class Optimal:
         """Without a trial under way: rebalance, excite, or start a trial."""
         plan, cost = state.plan, expected_cost(state.reduce_cost)
         curves = state.curves.pooled(plan.batches)
-        now = _time(plan.batches, curves, cost)
-        balanced = _over(problem, curves, plan.active)
-        then = _time(balanced, curves, cost)
+        now = predicted(plan.batches, curves, cost)
+        balanced = split_over(problem, curves, plan.active)
+        then = predicted(balanced, curves, cost)
         rebalance = 1 - then / now > self._worth(curves, plan.active)
         if problem.park and problem.workers > 1:
             wanted = self._another_set(problem, state, cost, then if rebalance else now)
@@ -152,7 +159,7 @@ class Optimal:
                 baseline = min(measured, then) if rebalance else measured
                 trial = Trial(before=plan, baseline=baseline, steps=max(len(state.times), 1))
                 after = replace(state, trial=trial, changed_at=state.steps)
-                return _follow(after, as_plan(batches, reason, _time(batches, curves, cost), now))
+                return _follow(after, as_plan(batches, reason, predicted(batches, curves, cost), now))
         if rebalance:
             return _follow(state, as_plan(balanced, "rebalance", then, now))
         if (moved := self._excite(problem, state)) is not None:
@@ -179,7 +186,7 @@ class Optimal:
         factor = np.where((rank + state.excitements) % 2, 1 + EXCITE, 1 - EXCITE)
         # The largest goes with the smaller half: what it gives or takes is what the others have to take or give.
         moved = np.zeros(problem.workers, dtype=np.int64)
-        inside = _restricted(problem, tuple(active.tolist()))
+        inside = restricted(problem, tuple(active.tolist()))
         moved[active] = share(inside, batches[active] * factor)
         return None if np.array_equal(moved, batches) else moved
 
@@ -188,11 +195,11 @@ class Optimal:
         curves, refused = state.curves, dict(state.refuted)
         batches = allocate(problem, curves.alpha, curves.beta, cost)
         candidates = [batches]
-        if state.plan.parked and _feasible(problem, asked := _asked(problem, state)):
-            everybody = _over(problem, curves, asked)
+        if state.plan.parked and feasible(problem, asked := _asked(problem, state)):
+            everybody = split_over(problem, curves, asked)
             # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
             # cheap; a worker that would hold all others up is left alone for long.
-            excess = 2 * self.trial_steps * max(_time(everybody, curves, cost) / now - 1, 0.0)
+            excess = 2 * self.trial_steps * max(predicted(everybody, curves, cost) / now - 1, 0.0)
             failures = refused[asked].failures if asked in refused else 0
             longest = max(500, state.price / PROBE_BUDGET)
             patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
@@ -200,23 +207,25 @@ class Optimal:
                 return everybody, "ask the parked again"
         # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
         active = set(state.plan.active)
-        if _active(batches) in refused and problem.workers <= 64:
+        if members(batches) in refused and problem.workers <= 64:
             fastest = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
             near = [(fastest,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
-            candidates += [_over(problem, curves, others) for others in near if others and _feasible(problem, others)]
+            candidates += [
+                split_over(problem, curves, others) for others in near if others and feasible(problem, others)
+            ]
         if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
-            candidates.sort(key=lambda b: (_time(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
+            candidates.sort(key=lambda b: (predicted(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
         early = state.steps <= 2 * LEARNING
         moving = state.plan.reason == LEARN if early else not state.settled
         noise = float(np.max(curves.noise[list(active)]))
         for candidate in candidates:
-            workers = _active(candidate)
+            workers = members(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
             least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
             if moving or len(state.times) < self.trial_steps:
                 least = max(least, MUCH)  # lines still change, or there is little to compare a trial with
-            if workers == state.plan.active or 1 - _cautious(candidate, curves, cost, early) / now < least:
+            if workers == state.plan.active or 1 - cautious(candidate, curves, cost, early) / now < least:
                 continue
             if workers in refused and refused[workers].stands(state.steps, state.times):
                 continue
@@ -233,8 +242,8 @@ class Optimal:
         doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
         unclear = abs(1 - measured / trial.baseline) < doubt
         if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
-            balanced = _over(problem, curves, plan.active)
-            now, then = _time(plan.batches, curves, cost), _time(balanced, curves, cost)
+            balanced = split_over(problem, curves, plan.active)
+            now, then = predicted(plan.batches, curves, cost), predicted(balanced, curves, cost)
             if trial.rebalances and 1 - then / now > self._worth(curves, plan.active) and state.times:
                 trial = replace(trial, rebalances=trial.rebalances - 1)
                 return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
@@ -243,7 +252,7 @@ class Optimal:
         if measured < 0.99 * trial.baseline:
             kept = replace(plan, reason=plan.reason.replace("try", "kept"))
             return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
-        back = _over(problem, curves, trial.before.active)
+        back = split_over(problem, curves, trial.before.active)
         workers, refused = plan.active, dict(state.refuted)
         failures = refused[workers].failures + 1 if workers in refused else 1
         refused[workers] = Refuted(
@@ -264,36 +273,20 @@ def _worth_a_look(
     curves, active, refused = state.curves, set(state.plan.active), dict(state.refuted)
     # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
     if early and len(active) > 1 and cost[len(active)] > DEAR * now:
-        hoped = np.sqrt(problem.global_batch / np.maximum(curves.at, 1.0)) * curves.times(curves.at)
+        hoped = at_least(np.full(problem.workers, problem.global_batch), curves)
         alone = (int(np.argmin(np.where(curves.at > 0, hoped, np.inf))),)
-        if hoped[alone] < now and alone not in refused and _feasible(problem, alone):
-            return _over(problem, curves, alone), "park: try"
+        if hoped[alone] < now and alone not in refused and feasible(problem, alone):
+            return split_over(problem, curves, alone), "park: try"
     # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
     # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
     if state.plan.parked:
         hopeful = np.maximum.accumulate([c or 0.0 for c in state.reduce_cost])
         batches = allocate(problem, curves.alpha, curves.beta, hopeful)
-        workers = _active(batches)
+        workers = members(batches)
         new = state.reduce_cost[len(workers)] is None and active < set(workers) and workers not in refused
-        if new and 1 - _cautious(batches, curves, hopeful, early) / now > HOPE:
+        if new and 1 - cautious(batches, curves, hopeful, early) / now > HOPE:
             return batches, "unpark: try"
     return None
-
-
-def expected_cost(measured: tuple[float | None, ...]) -> Floats:
-    """What reducing over n workers costs, for every n, from what was measured for some.
-
-    Between measured counts in a straight line; beyond the largest with the last slope; it never falls with n.
-    """
-    known = [(n, c) for n, c in enumerate(measured) if n and c is not None]
-    counts, costs = np.array([n for n, _ in known]), np.array([c for _, c in known])
-    every = np.arange(len(measured))
-    line = np.interp(every, counts, costs)
-    if len(known) > 1:
-        slope = (costs[-1] - costs[-2]) / (counts[-1] - counts[-2])
-        line = np.where(every > counts[-1], costs[-1] + slope * (every - counts[-1]), line)
-    line[0] = 0.0
-    return np.maximum.accumulate(np.maximum(line, 0.0))
 
 
 def _absorb(state: OptimalState, report: Report) -> OptimalState:
@@ -374,61 +367,3 @@ def _interval(state: OptimalState) -> int:
     if state.trial or state.settled < 4 or np.any(state.curves.suspect[list(state.plan.active)] != 1):
         return 2
     return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))
-
-
-def _active(batches: Ints) -> Workers:
-    return tuple(np.flatnonzero(batches).tolist())
-
-
-def _time(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> float:
-    return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
-
-
-def _cautious(batches: Ints, curves: Curves, cost: Floats, early: bool) -> float:
-    """As ``_time``, and more for workers that would compute more than they did last.
-
-    A line fitted to small batches says little about one that is many times larger: with r times its batch a worker is
-    believed to need √r times the time, at least. Later, when a wrong trial is not soon made up for by what it teaches,
-    a line's uncertainty counts too.
-    """
-    on, times, more = batches > 0, curves.times(batches), batches > curves.at
-    growth = np.sqrt(batches / np.maximum(curves.at, 1.0))
-    least = np.where(more & (curves.at > 0), growth * curves.times(curves.at), 0.0)
-    doubt = 0.0 if early else np.where(more, np.minimum(curves.uncertainty(batches), times / 2), 0.0)
-    return float(np.maximum(times + doubt, least)[on].max() + cost[int(on.sum())])
-
-
-def _restricted(problem: Problem, workers: Workers) -> Problem:
-    """The same problem for these workers alone, all of them active."""
-    k = list(workers)
-    return Problem(
-        problem.global_batch,
-        problem.speeds[k],
-        problem.minimum[k],
-        problem.maximum[k],
-        problem.multiple_of,
-        park=False,
-        micro=None if problem.micro is None else problem.micro[k],
-    )
-
-
-def _feasible(problem: Problem, workers: Workers) -> bool:
-    low, high = problem.units
-    k, total = list(workers), problem.global_batch // problem.multiple_of
-    return int(low[k].sum()) <= total <= int(high[k].sum())
-
-
-def _over(problem: Problem, curves: Curves, workers: Workers) -> Ints:
-    """The best split over exactly these workers, without leaps.
-
-    A line fitted to a few noisy steps may be far too flat. Nobody gets several times the batch last measured because
-    of that: for such a leap, at least half of the time is taken to grow with the batch.
-    """
-    k, batches = list(workers), np.zeros(problem.workers, dtype=np.int64)
-    inside, alpha, beta, at = _restricted(problem, workers), curves.alpha[k], curves.beta[k], curves.at[k]
-    batches[k] = allocate(inside, alpha, beta)
-    if np.any((at > 0) & (batches[k] > LEAP * at)):
-        steeper = np.maximum(beta, curves.times(curves.at)[k] / (2 * np.maximum(at, 1.0)))
-        steeper = np.where(at > 0, steeper, beta)
-        batches[k] = allocate(inside, np.maximum(alpha - (steeper - beta) * at, 0.0), steeper)
-    return batches

@@ -1,0 +1,95 @@
+"""What could a set of workers do? The best split over it, and how long a step with it would take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnilearn.control.allocate import allocate, step_time
+from omnilearn.control.curves import Curves
+from omnilearn.control.problem import Floats, Ints, Problem
+
+LEAP = 2.0
+"""A batch that is so many times the one last measured."""
+
+Workers = tuple[int, ...]
+
+
+def members(batches: Ints) -> Workers:
+    """Those with a batch."""
+    return tuple(np.flatnonzero(batches).tolist())
+
+
+def predicted(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> float:
+    """Seconds of a step with these batches."""
+    return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
+
+
+def at_least(batches: Ints, curves: Curves) -> Floats:
+    """Seconds for these batches, if r times the batch last measured takes √r times as long."""
+    return np.asarray(np.sqrt(batches / np.maximum(curves.at, 1.0)) * curves.times(curves.at))
+
+
+def cautious(batches: Ints, curves: Curves, cost: Floats, early: bool) -> float:
+    """As ``predicted``, and more for workers that would compute more than they did last.
+
+    A line fitted to small batches says little about one that is many times larger: with r times its batch a worker is
+    believed to need √r times the time, at least. Later, when a wrong trial is not soon made up for by what it teaches,
+    a line's uncertainty counts too.
+    """
+    on, times, more = batches > 0, curves.times(batches), batches > curves.at
+    least = np.where(more & (curves.at > 0), at_least(batches, curves), 0.0)
+    doubt = 0.0 if early else np.where(more, np.minimum(curves.uncertainty(batches), times / 2), 0.0)
+    return float(np.maximum(times + doubt, least)[on].max() + cost[int(on.sum())])
+
+
+def restricted(problem: Problem, workers: Workers) -> Problem:
+    """The same problem for these workers alone, all of them active."""
+    k = np.asarray(workers, dtype=np.int64)
+    return Problem(
+        problem.global_batch,
+        problem.speeds[k],
+        problem.minimum[k],
+        problem.maximum[k],
+        problem.multiple_of,
+        park=False,
+        micro=None if problem.micro is None else problem.micro[k],
+    )
+
+
+def feasible(problem: Problem, workers: Workers) -> bool:
+    """Whether these workers alone can have the whole batch."""
+    low, high = problem.units
+    k, total = np.asarray(workers, dtype=np.int64), problem.global_batch // problem.multiple_of
+    return int(low[k].sum()) <= total <= int(high[k].sum())
+
+
+def split_over(problem: Problem, curves: Curves, workers: Workers) -> Ints:
+    """The best split over exactly these workers, without leaps.
+
+    A line fitted to a few noisy steps may be far too flat. Nobody gets several times the batch last measured because
+    of that: for such a leap, at least half of the time is taken to grow with the batch.
+    """
+    k, batches = np.asarray(workers, dtype=np.int64), np.zeros(problem.workers, dtype=np.int64)
+    inside, alpha, beta, at = restricted(problem, workers), curves.alpha[k], curves.beta[k], curves.at[k]
+    batches[k] = allocate(inside, alpha, beta)
+    steeper = np.where(at > 0, curves.times(curves.at)[k] / (2 * np.maximum(at, 1.0)), 0.0)
+    if np.any((steeper > beta) & (batches[k] > LEAP * at)):
+        steeper = np.maximum(steeper, beta)
+        batches[k] = allocate(inside, np.maximum(alpha - (steeper - beta) * at, 0.0), steeper)
+    return batches
+
+
+def expected_cost(measured: tuple[float | None, ...]) -> Floats:
+    """What reducing over n workers costs, for every n, from what was measured for some.
+
+    Between measured counts in a straight line; beyond the largest with the last slope; it never falls with n.
+    """
+    costs, every = np.array(measured, dtype=np.float64), np.arange(len(measured))  # None becomes nan
+    counts = np.flatnonzero(~np.isnan(costs) & (every > 0))
+    costs = costs[counts]
+    line = np.interp(every, counts, costs)
+    if len(counts) > 1:
+        slope = (costs[-1] - costs[-2]) / (counts[-1] - counts[-2])
+        line = np.where(every > counts[-1], costs[-1] + slope * (every - counts[-1]), line)
+    line[0] = 0.0
+    return np.maximum.accumulate(np.maximum(line, 0.0))
