@@ -191,7 +191,7 @@ def test_a_failing_worker_is_named_and_nothing_is_left() -> None:
     with Gang(2, limited=False) as gang:
         os.kill(gang._processes[1].pid, signal.SIGKILL)
         with pytest.raises(GangError, match=r"rank 1 ended .* at a nap"):
-            gang.all("threads", [1, 1], doing="a nap")
+            gang.all("forget", doing="a nap")
 
 
 def is_member(process: psutil.Process) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.optimal import OptimalState
+from omnilearn.control.optimal import AT_ONCE, SETTLED, OptimalState
 from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
@@ -322,11 +322,73 @@ def test_memory_goes_through_json_and_goes_on_alike() -> None:
 def test_a_report_without_steps_changes_no_plan() -> None:
     cluster = CLUSTERS[3]
     for run in (simulate(cluster, Optimal(first="uniform"), n)[-1].state for n in (1, 3, 10)):
-        state = replace(run, settled=9)
+        state = replace(run, settled=9, unread=())
         nothing = np.empty((0, 4))
         after = Optimal().update(cluster.problem, state, Report.of(nothing, nothing))
         cluster.problem.check(np.asarray(after.plan.batches))
         assert after.steps == state.steps
+
+
+# Reports that say what was expected
+
+
+def settled_lab() -> tuple[Lab, list[float]]:
+    """Three workers whose plan has settled, with their lines' slopes, which may be changed."""
+    slopes = [0.001, 0.002, 0.004]
+    lab = Lab(Problem.of(120, workers=3), lambda b: np.asarray(slopes) * b + 0.02, Optimal())
+    lab.run(100)
+    assert lab.state.settled >= SETTLED
+    lab.state = replace(lab.state, unread=())
+    return lab, slopes
+
+
+def test_what_was_expected_is_kept_and_taken_in_later() -> None:
+    lab, _ = settled_lab()
+    before, rows = lab.state, lab.state.interval
+    lab.run((AT_ONCE - 1) * rows)
+    assert len(lab.state.unread) == AT_ONCE - 1
+    assert (lab.state.steps, lab.state.curves) == (before.steps, before.curves)
+    lab.run(rows)
+    assert lab.state.unread == ()
+    assert lab.state.steps == before.steps + AT_ONCE * rows
+    assert np.all(lab.state.curves.seen > before.curves.seen)
+
+
+@pytest.mark.parametrize("what", ["slower", "a little slower", "the last step", "reducing", "a pulse", "another batch"])
+def test_what_surprises_is_taken_in_at_once(what: str) -> None:
+    lab, slopes = settled_lab()
+    lab.run(lab.state.interval)
+    state, b = lab.state, np.asarray(lab.state.plan.batches)
+    assert len(state.unread) == 1
+    n = state.interval
+    batches, busy, wait, pulse = np.tile(b, (n, 1)), np.tile(lab.seconds(b), (n, 1)), np.zeros((n, 3)), np.ones(3)
+    wait += busy.max(axis=1, keepdims=True) - busy
+    if what in ("slower", "a little slower"):
+        busy[:, 1] *= 2 if what == "slower" else 1.15
+    elif what == "the last step":
+        busy[-1, 1] *= 2
+    elif what == "reducing":
+        wait += 0.5 * busy.max()
+    elif what == "a pulse":  # of a worker that is parked
+        batches[:, 2], pulse[2] = 0, 2.0
+        state = replace(state, plan=replace(state.plan, batches=(b[0], b[1], 0)), pulse=(1.0, 1.0, 1.0))
+    else:
+        batches[-1] = b // 2
+    after = Optimal().update(lab.problem, state, Report.of(batches, busy, wait, pulse=pulse))
+    assert after.unread == ()
+    assert after.steps == state.steps + 2 * n  # the one that was kept, and this one
+
+
+def test_a_change_is_followed_as_soon_after_reports_were_kept() -> None:
+    lab, slopes = settled_lab()
+    lab.run(2 * lab.state.interval)
+    assert len(lab.state.unread) == 2
+    slopes[0] *= 3
+    before = lab.steps
+    lab.run(12)
+    assert min(step for step, _, reason in lab.log if step > before and reason == "rebalance") - before <= 8
+    times = lab.seconds(np.asarray(lab.state.plan.batches))
+    assert times.max() / times.min() < 1.1
 
 
 def test_reduction_cost_is_filled_in_between_and_never_falls() -> None:

@@ -39,6 +39,7 @@ class Job:
     rank: int
     size: int
     watch: bool  # whether to measure busy and waiting time too
+    follow: Callable[[], None] = lambda: None  # called before each step: as many threads as the level has now
 
     def data(self, samples: int) -> Pool:
         """So many samples, out of those that are held."""
@@ -138,6 +139,7 @@ class Plain:
         block, loss = Block(), None
         watch = _Watch(job, block)
         for batch in loader:
+            job.follow()
             x, y = job.to_device(batch)
             loss = job.workload.loss(model, x, y)
             if factor != 1:
@@ -183,6 +185,7 @@ class Omni:
         block, omni, loss = Block(), self.omni, None
         watch = _Watch(self._job, block)
         for x, y in self.loader:
+            self._job.follow()
             step = self.loader.sampler.step
             loss = self._job.workload.loss(self.model, x, y)
             watch.backward(loss)

@@ -1,8 +1,8 @@
 """A cluster that changes while it trains: the papers' climb HL1 → 2 → 4 → 8 and back, in one run.
 
-Workers have one thread and at most one core. The oracle of every level is searched beforehand and timed again beside
-the journeys. Each contestant makes the whole journey, in turn, several times; how long it takes to be near the new
-level's oracle is counted in steps.
+Workers have as many threads as whole cores; where there is not a core for each, one thread and at most one core. The
+oracle of every level is searched beforehand and timed again beside the journeys. Each contestant makes the whole
+journey, in turn, several times; how long it takes to be near the new level's oracle is counted in steps.
 
 With ``--load K`` the journey is another one: of any cluster, in which worker K's device is busy with something else
 for a while (``load.py``). Shares of a card (MPS) cannot change while workers run.
@@ -72,12 +72,10 @@ def run(args: argparse.Namespace) -> Record:
     outcomes: dict[str, Any] = {}
     total = len(args.model) * (3 * len(set(climb)) + rounds * len(contestants))
     with Progress("dynamic", total) as progress, Gang(4, emulation=emulation) as gang:
-        if emulation is None:
-            gang.threads([1] * gang.size)
 
         def turn(word: str) -> None:
             if args.load is None:
-                gang.cpu(one_core(word))
+                gang.cpu(shares(word))
             else:
                 gang.load(args.load if word == LOADED else None)
 
@@ -111,11 +109,11 @@ def _check(args: argparse.Namespace, size: int) -> None:
         raise InfeasibleError(f"--load {args.load}: there are workers 0 to {size - 1}")
 
 
-def one_core(name: str) -> tuple[float, ...]:
-    """A level's shares with at most one core per worker: a worker's threads cannot change in the middle of a step."""
-    shares = level(name, cores())
-    most = max(max(level(word, cores())) for word in LEVELS["sync"])
-    return tuple(share / max(most, 1.0) for share in shares)
+def shares(name: str) -> tuple[float, ...]:
+    """What a level's workers get. Where cores do not suffice for one each: at most one, which one thread can use."""
+    all_levels = [level(word, cores()) for word in LEVELS["sync"]]
+    scale = 1.0 if min(map(min, all_levels)) >= 1 else max(1.0, *map(max, all_levels))
+    return tuple(share / scale for share in level(name, cores()))
 
 
 def journey(

@@ -44,6 +44,8 @@ from omnilearn.cluster.ports import free_ports
 from omnilearn.cluster.resources import cores
 from omnilearn.errors import OmniLearnError
 
+THREADS = "threads"
+"""A file with one byte per worker: how many threads it computes with. Workers look at it before every step."""
 LIMIT = 300.0
 """Seconds to wait for an answer."""
 
@@ -156,10 +158,10 @@ class Gang:
             undo.enter_context(self.emulator)
             self._logs = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="omnilearn-bench-")))
             undo.callback(self._end)
+            self.threads([max(1, math.floor(share + 0.1 + 1e-6)) for share in self.shares])
             for rank in range(self.size):
                 self._start(rank)
-            self.all("ready", self.devices, doing="the workers to start")
-            self.threads([max(1, math.floor(share + 0.1 + 1e-6)) for share in self.shares])
+            self.all("ready", self.devices, self._logs / THREADS, doing="the workers to start")
             self._undo = undo.pop_all()
         return self
 
@@ -254,15 +256,16 @@ class Gang:
     # The cluster
 
     def level(self, name: str, mode: str = "sync") -> tuple[float, ...]:
-        """Make this machine play one of the papers' levels from now on, with as many threads as whole cores."""
+        """Make this machine play one of the papers' levels from now on."""
         shares = level(name, cores(), mode)
         self.cpu(shares)
-        self.threads([max(1, math.floor(share + 1e-6)) for share in shares])
         return shares
 
     def cpu(self, shares: Sequence[float]) -> None:
+        """Give the workers these cores from now on, also in the middle of a block, and as many threads as whole ones."""
         self.shares = self.nominal = tuple(shares)
         self.emulator.change(cpu=list(shares))
+        self.threads([max(1, math.floor(share + 1e-6)) for share in shares])
 
     def load(self, worker: int | None) -> None:
         """From now on another job keeps one worker's device busy, also in the middle of a block; None: nobody's."""
@@ -273,7 +276,8 @@ class Gang:
             self.all("share_device", str(path), doing="other work to begin")
 
     def threads(self, counts: Sequence[int]) -> None:
-        self.all("threads", list(counts), doing="setting the number of threads")
+        """What the workers compute with from their next step on."""
+        (self._logs / THREADS).write_bytes(bytes(min(count, 255) for count in counts))
 
     @property
     def step(self) -> int:

@@ -27,7 +27,6 @@ from omnilearn.bench.names import Size
 from omnilearn.bench.scarcity import Scarcity
 from omnilearn.bench.service import Member, named_policy, serve
 from omnilearn.bench.workloads import Pool, digits, workload
-from omnilearn.cluster.resources import cores
 from omnilearn.pytorch.model import smallest_batch
 
 TESTED = 360
@@ -43,8 +42,7 @@ class Worker(Member):
         self.device = torch.device("cpu")
         self.scarcity: Scarcity | None = None
 
-    def ready(self, devices: list[str]) -> dict[str, Any]:
-        """The first request: everything is imported when it is answered."""
+    def ready(self, devices: list[str], told: Path) -> dict[str, Any]:
         # torch imports its compiler with the first optimizer, which takes long on a part of a core.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         self.device = torch.device(devices[self.rank])
@@ -52,14 +50,14 @@ class Worker(Member):
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)
-        return {"cores": cores(), "pid": os.getpid()}
+        return super().ready(devices, told)
 
     def share_device(self, path: str) -> None:
         """From now on other work is done on this worker's device whenever the file says so."""
         Load(Path(path), self.rank, self.device).start()
 
-    def threads(self, counts: list[int]) -> None:
-        torch.set_num_threads(counts[self.rank])
+    def set_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
 
     def begin(self, address: str, port: int, name: str, size: str | Size, watch: bool) -> int:
         """Meet the others and get the data of a workload: the start of a session. Returns the model's least batch."""
@@ -77,7 +75,7 @@ class Worker(Member):
         pool = what.dataset(POOL * what.global_batch)
         assert isinstance(pool, Pool)
         pool = Pool(pool.x.to(self.device), pool.y.to(self.device), len(pool))  # training is timed, not loading
-        self.job = Job(what, pool, self.device, self.rank, self.size, watch)
+        self.job = Job(what, pool, self.device, self.rank, self.size, watch, self.follow)
         return smallest_batch(what.model())
 
     def end(self) -> None:

@@ -11,9 +11,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, ClassVar
 
 from omnilearn.bench.block import Block
+from omnilearn.cluster.resources import cores
 from omnilearn.control import Optimal, Policy, Proportional
 
 
@@ -28,6 +30,26 @@ class Member:
         self.rank, self.size = rank, size
         self.job: Any = None
         self.contestants: dict[str, Any] = {}
+        self._told: int | None = None  # the file that says how many threads each worker has
+        self._threads = 0
+
+    def ready(self, devices: list[str], told: Path) -> dict[str, Any]:
+        """The first request: everything is imported when it is answered."""
+        self._told = os.open(told, os.O_RDONLY)
+        self.follow()
+        return {"cores": cores(), "pid": os.getpid()}
+
+    def follow(self) -> None:
+        """Compute with as many threads as this worker is told to: asked before each request, and before each step."""
+        if self._told is None:
+            return
+        said = os.pread(self._told, 1, self.rank)[0]
+        if said != self._threads:
+            self._threads = said
+            self.set_threads(said)
+
+    def set_threads(self, count: int) -> None:
+        raise NotImplementedError
 
     @property
     def _job(self) -> Any:
@@ -72,6 +94,7 @@ def serve(member: Callable[[int, int], Any]) -> None:
             break
         name, args = request
         try:
+            served.follow()
             answer = ("done", getattr(served, name)(*args))
         except BaseException:
             answer = ("failed", traceback.format_exc())

@@ -1,12 +1,11 @@
 """One TensorFlow worker of a benchmark's gang. Run as ``python -m omnilearn.bench.tf_member FD RANK SIZE``.
 
-TensorFlow takes its number of threads once, before it computes anything: ``threads`` counts until the first session.
+TensorFlow takes its number of threads once, before it computes anything: what it is told counts until the first session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +13,6 @@ import tensorflow as tf
 from omnilearn.bench.service import Member, serve
 from omnilearn.bench.tf_contestants import TIMEOUT, Job, Omni, Plain, local_steps
 from omnilearn.bench.tf_workloads import workload
-from omnilearn.cluster.resources import cores
 from omnilearn.tensorflow.engine import smallest_batch
 from omnilearn.tensorflow.world import World
 
@@ -29,13 +27,9 @@ class Worker(Member):
         super().__init__(rank, size)
         self._world: World | None = None
 
-    def ready(self, device: str) -> dict[str, Any]:
-        """The first request: everything is imported when it is answered."""
-        return {"cores": cores(), "pid": os.getpid()}
-
-    def threads(self, counts: list[int]) -> None:
+    def set_threads(self, count: int) -> None:
         with contextlib.suppress(RuntimeError):
-            tf.config.threading.set_intra_op_parallelism_threads(counts[self.rank])
+            tf.config.threading.set_intra_op_parallelism_threads(count)
 
     def begin(self, address: str, port: int, name: str, size: str, watch: bool) -> int:
         """Meet the others and get the data of a workload: the start of a session. Returns the model's least batch."""

@@ -7,6 +7,9 @@ steps and kept only if the measured step time confirms it; a refuted set is not 
 long each time, unless the others meanwhile became slower than it was. Workers that noise alone tells apart count as
 equals.
 
+To think takes milliseconds, and many more on a slow worker: once a plan has settled, reports that say what was
+expected are only kept, and taken in several at a time. One that surprises is taken in at once.
+
 The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
 of it for so long that asking again costs at most PROBE_BUDGET of the time.
 """
@@ -20,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from omnilearn.control.allocate import allocate
-from omnilearn.control.curves import FORGET, Curves
+from omnilearn.control.curves import FORGET, GATE, GATE_FLOOR, Curves
 from omnilearn.control.policy import Report, State, as_plan, saved_plan, share
 from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import (
     Workers,
+    at_best,
     at_least,
     cautious,
     expected_cost,
@@ -52,6 +56,12 @@ LEARN = "learn the curves"
 LONGEST_TRIAL = 8
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
+SETTLED = 4
+"""Reports after which a plan that still holds has settled."""
+AT_ONCE = 4
+"""Reports that are taken in together, where none of them surprises…"""
+SURPRISE = 3.0
+"""… by medians further from what was expected than so many standard deviations of one measurement."""
 FIRST_ASK = 240
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 
@@ -92,6 +102,7 @@ class OptimalState(State):
     changed_at: int = 0  # step at which the set of workers last changed
     price: float = 0.0  # what the last trial cost, in steps
     pulse: tuple[float, ...] = ()  # pulses that are in the curves already
+    unread: tuple[Report, ...] = ()  # reports that said what was expected, not taken in yet
 
     def state_dict(self) -> dict[str, Any]:
         kept = self if self.trial is None else replace(self, plan=self.trial.before, trial=None)  # not judged yet
@@ -136,7 +147,13 @@ class Optimal:
 
     def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
         assert isinstance(state, OptimalState)
-        state = _absorb(replace(state, curves=replace(state.curves, micro=problem.micro)), report)
+        expected = _as_expected(problem, state, report)
+        if expected and len(state.unread) + 1 < AT_ONCE:
+            return replace(state, unread=(*state.unread, report))
+        read = [(*state.unread, report)] if expected else [state.unread, (report,)]
+        state = replace(state, curves=replace(state.curves, micro=problem.micro), unread=())
+        for reports in filter(None, read):
+            state = _absorb(state, Report.joined(reports))
         if np.any(state.curves.seen[np.asarray(state.plan.batches) > 0] == 0):
             return replace(state, interval=2)
         state = replace(state, curves=_nominal(problem, state))
@@ -148,9 +165,11 @@ class Optimal:
         plan, cost = state.plan, expected_cost(state.reduce_cost)
         curves = state.curves.pooled(plan.batches)
         now = predicted(plan.batches, curves, cost)
-        balanced = split_over(problem, curves, plan.active)
-        then = predicted(balanced, curves, cost)
-        rebalance = 1 - then / now > self._worth(curves, plan.active)
+        least, then, rebalance = self._worth(curves, plan.active), now, False
+        if 1 - at_best(problem, curves, plan.active, cost) / now > least:
+            balanced = split_over(problem, curves, plan.active)
+            then = predicted(balanced, curves, cost)
+            rebalance = 1 - then / now > least
         if problem.park and problem.workers > 1:
             wanted = self._another_set(problem, state, cost, then if rebalance else now)
             if wanted is not None:
@@ -289,6 +308,28 @@ def _worth_a_look(
     return None
 
 
+def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
+    """Whether the report says nothing that the settled plan and the curves do not."""
+    curves, batches = state.curves, np.asarray(state.plan.batches)
+    if state.trial or state.settled < SETTLED or not state.times or not np.array_equal(curves.micro, problem.micro):
+        return False
+    on = batches > 0
+    alike = len(report.batches) and np.all(report.batches == batches) and report.measured[:, on].all()
+    if not alike or np.any(np.where(on, 1.0, report.pulse) != state.pulse):
+        return False
+    busy, step = report.busy[:, on], (report.busy + report.wait)[:, on].max(axis=1)
+    noise, before = curves.noise[on], sorted(state.times)[len(state.times) // 2]
+    error = np.abs(np.sort(busy, axis=0)[len(busy) // 2] / curves.times(batches)[on] - 1)
+    slower = abs(np.sort(step)[len(step) // 2] / before - 1)
+    # The last step may be the first of something new.
+    latest = np.abs(busy[-1] / curves.times(batches)[on] - 1)
+    return bool(
+        np.all(error < SURPRISE * noise)
+        and slower < max(SURPRISE * noise.max(), GATE_FLOOR / 2)
+        and np.all(latest < np.maximum(GATE * noise, GATE_FLOOR))
+    )
+
+
 def _absorb(state: OptimalState, report: Report) -> OptimalState:
     """Curves, reduction cost and step times with the report's measurements in them."""
     steps, report = len(report.batches), _condensed(report)
@@ -332,9 +373,9 @@ def _condensed(report: Report) -> Report:
     batches, measured = report.batches, report.measured
     if len(batches) < 2 * ENTRIES or np.any(batches != batches[0]) or np.any(measured != measured[0]):
         return report
-    groups = np.array_split(np.arange(len(batches)), ENTRIES)
-    busy = np.stack([np.median(report.busy[group], axis=0) for group in groups])
-    whole = np.stack([np.median((report.busy + report.wait)[group], axis=0) for group in groups])
+    each = len(batches) // ENTRIES
+    own, all_of_it = report.busy[-each * ENTRIES :], (report.busy + report.wait)[-each * ENTRIES :]
+    busy, whole = np.median(np.stack([own, all_of_it]).reshape(2, ENTRIES, each, -1), axis=2)
     return Report.of(
         batches[:ENTRIES], busy, np.maximum(whole - busy, 0.0), measured=measured[:ENTRIES], pulse=report.pulse
     )
@@ -364,6 +405,6 @@ def _follow(state: OptimalState, plan: Plan) -> OptimalState:
 
 def _interval(state: OptimalState) -> int:
     """Steps until the next report: every other step while things move, else about five a second, 4 to 32 steps."""
-    if state.trial or state.settled < 4 or np.any(state.curves.suspect[list(state.plan.active)] != 1):
+    if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
         return 2
     return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))

@@ -8,6 +8,7 @@ report is wanted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -65,6 +66,15 @@ class Report:
         if not np.all(np.isfinite(p) & (p > 0)):
             raise InfeasibleError(f"pulses must be finite and positive, got {p.tolist()}")
         return Report(b, t, w, m, p)
+
+    @staticmethod
+    def joined(reports: Sequence[Report]) -> Report:
+        """One after the other, with the pulses of the last."""
+        batches, busy, wait, measured = (
+            np.concatenate([getattr(report, part) for report in reports])
+            for part in ("batches", "busy", "wait", "measured")
+        )
+        return Report(batches, busy, wait, measured, reports[-1].pulse)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,13 @@ def predicted(batches: Ints | tuple[int, ...], curves: Curves, cost: Floats) -> 
     return step_time(batches, curves.alpha, curves.beta, cost, curves.micro)
 
 
+def at_best(problem: Problem, curves: Curves, workers: Workers, cost: Floats) -> float:
+    """Seconds of a step below which no split over these workers comes: that with parts of samples, and no bounds."""
+    k = np.asarray(workers, dtype=np.int64)
+    alpha, beta = curves.alpha[k], curves.beta[k]
+    return float((problem.global_batch + (alpha / beta).sum()) / (1 / beta).sum() + cost[len(k)])
+
+
 def at_least(batches: Ints, curves: Curves) -> Floats:
     """Seconds for these batches, if r times the batch last measured takes √r times as long."""
     return np.asarray(np.sqrt(batches / np.maximum(curves.at, 1.0)) * curves.times(curves.at))
