@@ -277,7 +277,9 @@ class Gang:
 
     def threads(self, counts: Sequence[int]) -> None:
         """What the workers compute with from their next step on."""
-        (self._logs / THREADS).write_bytes(bytes(min(count, 255) for count in counts))
+        file = os.open(self._logs / THREADS, os.O_WRONLY | os.O_CREAT)  # never empty: workers may look just now
+        os.pwrite(file, bytes(min(count, 255) for count in counts), 0)
+        os.close(file)
 
     @property
     def step(self) -> int:
