@@ -88,7 +88,7 @@ def test_a_change_too_small_to_stand_out_is_followed_within_some_measurements(fa
 
 def test_noise_alone_is_no_change() -> None:
     changes = [int(fitted(0.1, 0.002, [64] * 300, noise=0.05, seed=seed).changes[0]) for seed in range(20)]
-    assert np.mean(changes) <= 2
+    assert np.mean(changes) <= 3.5  # about one in a hundred: the price of following small changes soon
 
 
 def test_what_was_before_a_change_is_forgotten_at_once() -> None:

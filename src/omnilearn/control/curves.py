@@ -36,10 +36,12 @@ SAME_CHANGE = 1.5
 """Two outliers that differ by no more than this factor show the same change of speed; others are two outliers."""
 RECENT = 0.6
 """Weight of the past in the average of recent errors, whose own standard deviation is then half that of one error."""
-DRIFT, DRIFT_FLOOR = 1.75, 0.04
+DRIFT, DRIFT_FLOOR = 1.25, 0.04
 """Errors go one way when their average is further from 0 than so many standard deviations of one, and than this…"""
 KNOWN = 12
 """… of a line with so many measurements behind it: a newer one moves quickly enough without that."""
+SHAPE = 0.1
+"""After such a small change, how much is still known of how α and β compare, in measurements. It may be a false alarm."""
 SURE = 0.25
 """A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
 ALIKE = 2.0
@@ -227,7 +229,11 @@ class Curves:
         alpha, beta = np.where(drifted, self.alpha, alpha), np.where(drifted, self.beta, beta)
         changed |= drifted
         now = predicted * shift
-        fresh = np.stack([(1 + PRIOR) * fixed * fixed / now**2, fixed * b / now**2, b * b / now**2])
+        prior = np.where(drifted, SHAPE, PRIOR)
+        # One measurement, and a little about the line's shape: it was scaled, α and β alike.
+        one, x = fixed / now, b / now
+        u, v = alpha * shift * one, beta * shift * x
+        fresh = np.stack([(1 + prior * v * v) * one * one, (1 - prior * u * v) * one * x, (1 + prior * u * u) * x * x])
         info = np.where(changed, fresh, np.stack([aa, ab, bb]))
         calm = np.minimum(np.abs(error) / np.sqrt(1 + spread), GATE_FLOOR)
         noise = np.where(inlier & ~first, 0.9 * self.noise + 0.1 * 1.25 * calm, self.noise)
