@@ -105,6 +105,7 @@ def test_other_work_on_one_device(tmp_path: Path) -> None:
     assert {who for who, _ in stages} == {"ddp", "static", "optimal"}
     assert all(row["step_ms"] > 0 for row in read["rows"])
     assert "busy with other work" in render([("dynamic.json", read)])
+    assert all(isinstance(plans, list) for plans in read["summary"]["workloads"]["even"]["plans"])
 
 
 CUDA = pytest.param(

@@ -11,7 +11,7 @@ import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.optimal import AT_ONCE, SETTLED, OptimalState
+from omnilearn.control.optimal import AT_ONCE, REFUTED, SETTLED, OptimalState, Refuted
 from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
@@ -149,7 +149,7 @@ def test_a_refuted_parking_is_taken_back_and_not_tried_again_at_once() -> None:
         return alone * (np.array([0.05, 0.05, 0.3]) + np.array([0.001, 0.001, 0.004]) * b)
 
     lab = Lab(Problem.of(96, workers=3), seconds, Optimal(first="uniform"))
-    lab.run(60)
+    lab.run(50)
     assert lab.active == (0, 1, 2)
     tries = [(step, batches) for step, batches, reason in lab.log if reason == "park: try"]
     backs = [step for step, _, reason in lab.log if reason == "tried, slower: back"]
@@ -329,6 +329,30 @@ def test_a_report_without_steps_changes_no_plan() -> None:
         assert after.steps == state.steps
 
 
+def test_a_refuted_worker_that_turns_fast_is_tried_again() -> None:
+    """Alone it was slower than the two together; then it gets four times as fast, and the solver is right."""
+    slow = [1.0]
+    lab = Lab(
+        Problem.of(64, workers=2),
+        lambda b: np.array([0.01, 0.01]) + np.array([slow[0] * 0.001, 0.001]) * b,
+        Optimal(),
+        together=lambda b: 0.02 if (b > 0).sum() > 1 else 0.0,
+    )
+    lab.run(30)
+    refuted = Refuted(since=lab.steps, until=10_000, failures=1, seconds=0.08, predicted=0.074)
+    assert lab.active == (0, 1)
+    lab.state = replace(lab.state, refuted=(((0,), refuted), ((1,), refuted)))
+    lab.run(REFUTED)
+    assert lab.active == (0, 1)
+    slow[0] = 0.25
+    lab.run(40)
+    assert lab.active == (0,)
+    lab.state = replace(lab.state, refuted=())
+    assert not refuted.stands(lab.steps, (0.06,), 0.03)
+    assert replace(refuted, failures=2).stands(lab.steps, (0.06,), 0.03)  # not believed a second time
+    assert refuted.stands(refuted.since + REFUTED - 1, (0.06,), 0.03)  # nor at once
+
+
 # Reports that say what was expected
 
 
@@ -356,7 +380,7 @@ def test_what_was_expected_is_kept_and_taken_in_later() -> None:
 
 @pytest.mark.parametrize("what", ["slower", "a little slower", "the last step", "reducing", "a pulse", "another batch"])
 def test_what_surprises_is_taken_in_at_once(what: str) -> None:
-    lab, slopes = settled_lab()
+    lab, _ = settled_lab()
     lab.run(lab.state.interval)
     state, b = lab.state, np.asarray(lab.state.plan.batches)
     assert len(state.unread) == 1

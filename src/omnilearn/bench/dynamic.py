@@ -143,6 +143,7 @@ def journey(
             found = oracle.search(gang, batch, least, quick=quick, say=say)
             splits[word] = found.fastest(1)[0]
         traces: dict[str, list[tuple[Trace, list[int]]]] = {contestant: [] for contestant in contestants}
+        plans: list[list[str]] = []
         for around in range(rounds):
             # The shortest of many short measurements is too good to be true: again, beside the journeys.
             for word, split in splits.items():
@@ -151,16 +152,20 @@ def journey(
                 best[word] += again.seconds.tolist()
             for contestant in contestants if around % 2 else contestants[::-1]:
                 turn(climb[0])
-                traces[contestant].append(_travel(gang, contestant, climb, turn, steps, batch))
+                trace, changed, decided = _travel(gang, contestant, climb, turn, steps, batch)
+                traces[contestant].append((trace, changed))
+                if contestant == "optimal":
+                    plans.append(decided)
                 progress.done(f"{name}: {contestant}, journey {around + 1} of {rounds}")
             typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
-            yield _judge(name, climb, traces, typical, splits)
+            outcome, rows = _judge(name, climb, traces, typical, splits)
+            yield {**outcome, "plans": plans}, rows
 
 
 def _travel(
     gang: Gang, contestant: str, climb: tuple[str, ...], turn: Callable[[str], None], steps: int, batch: int
-) -> tuple[Trace, list[int]]:
-    """One contestant through all levels. Also the steps at which the level really changed."""
+) -> tuple[Trace, list[int], list[str]]:
+    """One contestant through all levels. Also the steps at which the level really changed, and OmniLearn's plans."""
     total = steps * len(climb)
     gang.emulator.progress_file.write_bytes(bytes(8))
     changed, over, problems = [0], threading.Event(), []
@@ -191,8 +196,10 @@ def _travel(
         watcher.join(30)
     for problem in problems:
         raise problem
+    plans = gang.all("reasons", contestant)[0] if contestant != "ddp" else []
     gang.all("close", contestant)
-    return trace, [*changed, *range(steps * len(changed), total, steps)]
+    decided = [f"{step}: {show(split)} {reason}" for step, split, reason in plans]
+    return trace, [*changed, *range(steps * len(changed), total, steps)], decided
 
 
 def _judge(

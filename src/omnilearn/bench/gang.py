@@ -262,7 +262,7 @@ class Gang:
         return shares
 
     def cpu(self, shares: Sequence[float]) -> None:
-        """Give the workers these cores from now on, also in the middle of a block, and as many threads as whole ones."""
+        """Give the workers these cores from now on, also in the middle of a block; and a thread for each whole one."""
         self.shares = self.nominal = tuple(shares)
         self.emulator.change(cpu=list(shares))
         self.threads([max(1, math.floor(share + 1e-6)) for share in shares])

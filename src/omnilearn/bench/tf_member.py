@@ -1,6 +1,6 @@
 """One TensorFlow worker of a benchmark's gang. Run as ``python -m omnilearn.bench.tf_member FD RANK SIZE``.
 
-TensorFlow takes its number of threads once, before it computes anything: what it is told counts until the first session.
+TensorFlow takes its number of threads once, before it computes anything: changes count until the first session.
 """
 
 from __future__ import annotations

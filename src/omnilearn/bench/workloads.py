@@ -62,7 +62,9 @@ def workload(name: str, size: str | Size = "small") -> Workload:
 def _changed(what: Workload, size: Size) -> Workload:
     said = what.describe
     if size.batch is not None:
-        what, said = replace(what, global_batch=size.batch), re.sub(r"B = \d+", f"B = {size.batch}", said)
+        rate = partial(_slower, what.optimizer, min(1.0, size.batch / what.global_batch))
+        what = replace(what, global_batch=size.batch, optimizer=rate)
+        said = re.sub(r"B = \d+", f"B = {size.batch}", said)
     if size.image is not None:
         if what.name not in ANY_IMAGE:
             raise InfeasibleError(f"{what.name} has no image size to choose: --image is for {', '.join(ANY_IMAGE)}")
@@ -209,6 +211,16 @@ def _in_bf16(loss: Callable[[Any, Any, Any], Tensor], model: Any, x: Any, y: Any
 
 def _sgd(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     return partial(torch.optim.SGD, lr=lr, momentum=0.9)
+
+
+def _slower(
+    build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], factor: float, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer with its learning rate scaled: a rate for a large batch makes a small one diverge."""
+    optimizer = build(parameters)
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    return optimizer
 
 
 def _adam(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:

@@ -41,7 +41,7 @@ DRIFT, DRIFT_FLOOR = 1.25, 0.04
 KNOWN = 12
 """… of a line with so many measurements behind it: a newer one moves quickly enough without that."""
 SHAPE = 0.1
-"""After such a small change, how much is still known of how α and β compare, in measurements. It may be a false alarm."""
+"""After such a small change, what is still known of how α and β compare, in measurements: it may be a false alarm."""
 SURE = 0.25
 """A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
 ALIKE = 2.0

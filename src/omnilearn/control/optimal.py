@@ -54,6 +54,8 @@ HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
 LONGEST_TRIAL = 8
+REFUTED = 50
+"""Steps for which a set of workers that was slower is not tried again, at least."""
 ENTRIES = 4
 """Of a report, at most: a few medians say as much as many steps that were alike."""
 SETTLED = 4
@@ -80,13 +82,21 @@ class Trial:
 class Refuted:
     """A set of workers that was tried and was slower: when it may be tried again, and how often it failed."""
 
+    since: int
     until: int
     failures: int
     seconds: float  # what a step took
+    predicted: float  # what it should have taken, by the curves after it
 
-    def stands(self, step: int, times: tuple[float, ...]) -> bool:
-        """Neither has enough time passed, nor has the present plan, by its step times, become the slower one."""
-        return step < self.until and not (times and np.median(times) > 1.1 * self.seconds)
+    def stands(self, step: int, times: tuple[float, ...], predicted: float) -> bool:
+        """Neither has enough time passed, nor has the present plan, by its step times, become the slower one.
+
+        ``predicted``: what a step with these workers should take now: their speeds may have changed. After a second
+        failure that is not believed any more; perhaps they are always slower without the others.
+        """
+        changed = self.failures == 1 and step >= self.since + REFUTED
+        seconds = self.seconds * (predicted / self.predicted if changed else 1.0)
+        return step < self.until and not (times and np.median(times) > 1.1 * seconds)
 
 
 @dataclass(frozen=True)
@@ -246,7 +256,8 @@ class Optimal:
                 least = max(least, MUCH)  # lines still change, or there is little to compare a trial with
             if workers == state.plan.active or 1 - cautious(candidate, curves, cost, early) / now < least:
                 continue
-            if workers in refused and refused[workers].stands(state.steps, state.times):
+            then = predicted(candidate, curves, cost)
+            if workers in refused and refused[workers].stands(state.steps, state.times, then):
                 continue
             return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
         return _worth_a_look(problem, state, cost, now, early)
@@ -275,9 +286,11 @@ class Optimal:
         workers, refused = plan.active, dict(state.refuted)
         failures = refused[workers].failures + 1 if workers in refused else 1
         refused[workers] = Refuted(
-            until=state.steps + ceil(max(50, price / PROBE_BUDGET / 4) * 2 ** (failures - 1)),
+            since=state.steps,
+            until=state.steps + ceil(max(REFUTED, price / PROBE_BUDGET / 4) * 2 ** (failures - 1)),
             failures=failures,
             seconds=measured,
+            predicted=predicted(plan.batches, curves, cost),
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
@@ -311,7 +324,7 @@ def _worth_a_look(
 def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
     """Whether the report says nothing that the settled plan and the curves do not."""
     curves, batches = state.curves, np.asarray(state.plan.batches)
-    if state.trial or state.settled < SETTLED or not state.times or not np.array_equal(curves.micro, problem.micro):
+    if state.trial or state.settled < SETTLED or not state.times or not _same(curves.micro, problem.micro):
         return False
     on = batches > 0
     alike = len(report.batches) and np.all(report.batches == batches) and report.measured[:, on].all()
@@ -328,6 +341,10 @@ def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
         and slower < max(SURPRISE * noise.max(), GATE_FLOOR / 2)
         and np.all(latest < np.maximum(GATE * noise, GATE_FLOOR))
     )
+
+
+def _same(a: Ints | None, b: Ints | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _absorb(state: OptimalState, report: Report) -> OptimalState:
