@@ -372,7 +372,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
             together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
             known = cost[n]
             cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
-        if tuple(batches.tolist()) == state.plan.batches and measured.any():
+        if tuple(batches.tolist()) == state.plan.batches and 0 < n == measured.sum():
             times.append(float((busy + wait)[measured].max()))
     return replace(
         state,

@@ -161,10 +161,11 @@ class Static(Uniform):
 
 @dataclass(frozen=True)
 class _Averages(State):
-    """Sums over the interval so far: seconds per worker, steps per worker."""
+    """Sums over the interval so far: seconds per worker, measured steps per worker, and steps."""
 
     seconds: tuple[float, ...] = ()
-    steps: tuple[int, ...] = ()
+    measured: tuple[int, ...] = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,17 +187,19 @@ class Proportional:
 
     def _from(self, plan: Plan) -> _Averages:
         nothing = len(plan.batches)
-        return _Averages(plan, min(self.every, 5), (0.0,) * nothing, (0,) * nothing)
+        return _Averages(plan, min(self.every, 5), (0.0,) * nothing, (0,) * nothing, 0)
 
     def update(self, problem: Problem, state: State, report: Report) -> State:
         assert isinstance(state, _Averages)
         b = np.asarray(state.plan.batches)
-        rows = report.measured & (report.batches == b)  # not the tail of an epoch, nor steps of the plan before
+        own = report.batches == b  # not the tail of an epoch, nor steps of the plan before
+        rows = report.measured & own
         seconds = np.asarray(state.seconds) + np.where(rows, report.busy, 0).sum(axis=0)
-        steps = np.asarray(state.steps) + rows.sum(axis=0)
-        if steps.min() < self.every:
-            return replace(state, seconds=tuple(seconds.tolist()), steps=tuple(steps.tolist()))
-        wanted = b + correction(b, seconds / steps)
+        measured = np.asarray(state.measured) + rows.sum(axis=0)
+        steps = state.steps + int(own.all(axis=1).sum())
+        if steps < self.every or measured.min() < min(self.every, 2):
+            return replace(state, seconds=tuple(seconds.tolist()), measured=tuple(measured.tolist()), steps=steps)
+        wanted = b + correction(b, seconds / measured)
         if np.max(np.abs(wanted - b) / b) < self.dead_band:
             return self._from(state.plan)
         batches = share(problem, np.maximum(wanted, 1e-9))

@@ -31,8 +31,6 @@ PULSE_EVERY = 5.0
 LONGEST_LOOK = 10.0
 PULSE_CHANGE = 1.4
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
-WARM_UP = 1
-"""First steps whose timings are left out: allocations, autotuning, the first bucket order."""
 HEADER = 5
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
@@ -83,6 +81,20 @@ class _Exchange:
         return self.begun + 1
 
 
+class Sizes:
+    """The batches that a worker has had. Its first step with another one says little: kernels are chosen or compiled
+    for its shape, memory is allocated. It can take half as long again, which is not the batch's fault."""
+
+    def __init__(self) -> None:
+        self._had: set[int] = set()
+
+    def had(self, batch: int) -> bool:
+        """Whether it had it before; it has now."""
+        before = batch in self._had
+        self._had.add(batch)
+        return before
+
+
 class _Row(NamedTuple):
     """A step that was done: everybody's batches, and what the events say of this rank beside its timing."""
 
@@ -110,7 +122,7 @@ class Planner:
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
         self._rows: list[_Row] = []
-        self._steps = 0
+        self._sizes = Sizes()
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
         self._alone_since = time.monotonic()
@@ -191,15 +203,12 @@ class Planner:
             self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
-        for i, row in enumerate(rows[: (len(sent) - HEADER) // 2]):
-            timing = self._clock.take() if row.took_part else None
-            self._steps += 1
-            if timing is not None and self._steps > WARM_UP:
+        timings = [self._clock.take() if row.took_part else None for row in rows]
+        for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
+            tells = row.took_part and self._sizes.had(row.sizes[self._world.rank])
+            if timing is not None and tells:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
-        if rows and self._events:
-            busy, wait = sent[HEADER:].reshape(-1, 2)[: len(rows)].T.tolist()
-            self._log_steps(rows, busy, wait)
-        self._logged += len(rows)
+        self._log_steps(rows, timings)
         self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent))
         self._reported = step
         if idle:  # nobody waits for what is found: it goes out with the next exchange
@@ -243,20 +252,19 @@ class Planner:
     def _log_rest(self, keep: int) -> None:
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
-        timings = [self._clock.take() if row.took_part else None for row in rows]
-        if rows and self._events:
-            self._log_steps(rows, [t.busy if t else 0.0 for t in timings], [t.wait if t else 0.0 for t in timings])
-        self._logged += len(rows)
+        self._log_steps(rows, [self._clock.take() if row.took_part else None for row in rows])
 
-    def _log_steps(self, rows: list[_Row], busy: list[float], wait: list[float]) -> None:
-        self._story.steps(
-            self._logged,
-            batch=[row.sizes[self._world.rank] for row in rows],
-            busy=[round(seconds, 6) for seconds in busy],
-            wait=[round(seconds, 6) for seconds in wait],
-            data=[round(row.data, 6) if seconds else 0.0 for row, seconds in zip(rows, busy, strict=True)],
-            loss=[None if row.loss is None else float(f"{float(row.loss):.6g}") for row in rows],
-        )
+    def _log_steps(self, rows: list[_Row], timings: list[Timing | None]) -> None:
+        if rows and self._events:
+            self._story.steps(
+                self._logged,
+                batch=[row.sizes[self._world.rank] for row in rows],
+                busy=[round(t.busy, 6) if t else 0.0 for t in timings],
+                wait=[round(t.wait, 6) if t else 0.0 for t in timings],
+                data=[round(row.data, 6) if t else 0.0 for row, t in zip(rows, timings, strict=True)],
+                loss=[None if row.loss is None else float(f"{float(row.loss):.6g}") for row in rows],
+            )
+        self._logged += len(rows)
 
 
 class _Pulse:

@@ -9,6 +9,7 @@ import numpy as np
 
 from omnilearn.cluster.resources import Resources, speeds
 from omnilearn.control import Plan, Policy, Problem, Report, State
+from omnilearn.engine.planner import Sizes
 
 log = logging.getLogger("omnilearn")
 
@@ -22,6 +23,7 @@ class Planning:
         self._resources: dict[int, Resources] = {}
         self._rates: dict[int, float] = {}  # samples per second, measured
         self._rows: dict[int, list[tuple[int, float]]] = {}
+        self._sizes: dict[int, Sizes] = {}
         self.state: State | None = None
         self.problem: Problem | None = None
         self.changes = 0
@@ -59,6 +61,8 @@ class Planning:
     def record(self, rank: int, batch: int, seconds: float) -> None:
         """A worker needed so long for a step, from one answer to the next."""
         if rank not in self._rows or self.state is None or self.problem is None or not (batch > 0 < seconds < 1e6):
+            return
+        if not self._sizes.setdefault(rank, Sizes()).had(batch):
             return
         before = self._rates.get(rank)
         self._rates[rank] = batch / seconds if before is None else 0.7 * before + 0.3 * batch / seconds
