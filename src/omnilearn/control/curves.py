@@ -123,6 +123,11 @@ class Curves:
         )
         return np.asarray(np.maximum(self.noise, NOISE_START) * np.sqrt(np.maximum(variance, 0.0)))
 
+    def doubt(self, batches: npt.ArrayLike) -> float:
+        """The largest standard deviation of a predicted time at these batches, as a fraction of it."""
+        on = np.asarray(batches) > 0
+        return float((self.uncertainty(batches)[on] / self.times(batches)[on]).max())
+
     def pooled(self, batches: npt.ArrayLike) -> Curves:
         """Workers that cannot be told apart by what was measured at these batches get the mean of their lines.
 

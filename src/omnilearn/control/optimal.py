@@ -175,7 +175,9 @@ class Optimal:
         plan, cost = state.plan, expected_cost(state.reduce_cost)
         curves = state.curves.pooled(plan.batches)
         now = predicted(plan.batches, curves, cost)
-        least, then, rebalance = self._worth(curves, plan.active), now, False
+        then, rebalance = now, False
+        # Right after a change of speed a line rests on a measurement or two: small gains wait for more.
+        least = max(self._worth(curves, plan.active), curves.doubt(plan.batches))
         if 1 - at_best(problem, curves, plan.active, cost) / now > least:
             balanced = split_over(problem, curves, plan.active)
             then = predicted(balanced, curves, cost)
@@ -421,7 +423,9 @@ def _follow(state: OptimalState, plan: Plan) -> OptimalState:
 
 
 def _interval(state: OptimalState) -> int:
-    """Steps until the next report: every other step while things move, else about five a second, 4 to 32 steps."""
+    """Steps until the next report: while things move every 2 to 4, about ten a second; else five a second, 4 to 32."""
+    batches = np.asarray(state.plan.batches)
+    step = float(np.median(state.times) if state.times else state.curves.times(batches)[batches > 0].max())
     if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
-        return 2
-    return int(np.clip(ceil(0.2 / max(float(np.median(state.times)), 1e-6)) if state.times else 4, 4, 32))
+        return int(np.clip(ceil(0.1 / max(step, 1e-6)), 2, 4))
+    return int(np.clip(ceil(0.2 / max(step, 1e-6)), 4, 32))
