@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omnilearn.control import Problem
 from omnilearn.control.curves import Curves
-from omnilearn.control.subsets import at_best, feasible, predicted, split_over
+from omnilearn.control.subsets import at_best, at_very_best, feasible, predicted, split_over
 
 
 @given(problems(), st.data())
@@ -26,6 +26,7 @@ def test_no_split_is_faster_than_at_best(problem: Problem, data: st.DataObject) 
     cost = np.linspace(0, 0.1, n + 1)
     split = split_over(problem, curves, workers)
     assert at_best(problem, curves, workers, cost) <= predicted(split, curves, cost) * (1 + 1e-12)
+    assert at_very_best(problem, curves, cost) <= at_best(problem, curves, workers, cost) * (1 + 1e-12)
 
 
 def test_at_best_is_what_whole_samples_reach_when_they_fit() -> None:

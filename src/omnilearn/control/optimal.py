@@ -30,6 +30,7 @@ from omnilearn.control.subsets import (
     Workers,
     at_best,
     at_least,
+    at_very_best,
     cautious,
     expected_cost,
     feasible,
@@ -48,6 +49,8 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
+TIE = 0.02
+"""The least predicted gain for which another set of workers is tried."""
 DEAR = 0.3
 """What acting together costs, of the step, for a worker to be tried alone even if its line is against it."""
 HOPE = 0.1
@@ -223,39 +226,22 @@ class Optimal:
 
     def _another_set(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
         """A plan with other workers that is predicted to be faster, or that should be asked about again."""
-        curves, refused = state.curves, dict(state.refuted)
-        batches = allocate(problem, curves.alpha, curves.beta, cost)
-        candidates = [batches]
-        if state.plan.parked and feasible(problem, asked := _asked(problem, state)):
-            everybody = split_over(problem, curves, asked)
-            # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
-            # cheap; a worker that would hold all others up is left alone for long.
-            excess = 2 * self.trial_steps * max(predicted(everybody, curves, cost) / now - 1, 0.0)
-            failures = refused[asked].failures if asked in refused else 0
-            longest = max(500, state.price / PROBE_BUDGET)
-            patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
-            if state.steps - state.changed_at >= patience:
-                return everybody, "ask the parked again"
-        # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
-        active = set(state.plan.active)
-        if members(batches) in refused and problem.workers <= 64:
-            fastest = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
-            near = [(fastest,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
-            candidates += [
-                split_over(problem, curves, others) for others in near if others and feasible(problem, others)
-            ]
-        if len(candidates) > 1:  # among equally fast ones the workers' own times decide, not their positions
-            candidates.sort(key=lambda b: (predicted(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
+        if (again := self._ask_again(problem, state, cost, now)) is not None:
+            return again
+        curves, refused, active = state.curves, dict(state.refuted), set(state.plan.active)
         early = state.steps <= 2 * LEARNING
         moving = state.plan.reason == LEARN if early else not state.settled
+        # Lines still change, or there is little to compare a trial with.
+        hurried = moving or len(state.times) < self.trial_steps
         noise = float(np.max(curves.noise[list(active)]))
-        for candidate in candidates:
+        hopeless = 1 - at_very_best(problem, curves, cost) / now < (MUCH if hurried else TIE)
+        for candidate in () if hopeless else _candidates(problem, state, cost):
             workers = members(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
-            least = (0.02 if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
-            if moving or len(state.times) < self.trial_steps:
-                least = max(least, MUCH)  # lines still change, or there is little to compare a trial with
+            least = (TIE if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
+            if hurried:
+                least = max(least, MUCH)
             if workers == state.plan.active or 1 - cautious(candidate, curves, cost, early) / now < least:
                 continue
             then = predicted(candidate, curves, cost)
@@ -263,6 +249,20 @@ class Optimal:
                 continue
             return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
         return _worth_a_look(problem, state, cost, now, early)
+
+    def _ask_again(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
+        """A plan with the parked in it, where they were not heard of for long enough."""
+        if not state.plan.parked or not feasible(problem, asked := _asked(problem, state)):
+            return None
+        curves, refused = state.curves, dict(state.refuted)
+        everybody = split_over(problem, curves, asked)
+        # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
+        # cheap; a worker that would hold all others up is left alone for long.
+        excess = 2 * self.trial_steps * max(predicted(everybody, curves, cost) / now - 1, 0.0)
+        failures = refused[asked].failures if asked in refused else 0
+        longest = max(500, state.price / PROBE_BUDGET)
+        patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
+        return (everybody, "ask the parked again") if state.steps - state.changed_at >= patience else None
 
     def _judge(self, problem: Problem, state: OptimalState) -> OptimalState:
         """During a trial: settle the batches, then let the measured step time decide."""
@@ -298,6 +298,20 @@ class Optimal:
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
 
+def _candidates(problem: Problem, state: OptimalState, cost: Floats) -> list[Ints]:
+    """Splits over other sets of workers, the one predicted to be the fastest first."""
+    curves, refused, active = state.curves, dict(state.refuted), set(state.plan.active)
+    candidates = [allocate(problem, curves.alpha, curves.beta, cost)]
+    # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
+    if members(candidates[0]) in refused and problem.workers <= 64:
+        fastest = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
+        near = [(fastest,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
+        candidates += [split_over(problem, curves, others) for others in near if others and feasible(problem, others)]
+        # Among equally fast ones the workers' own times decide, not their positions.
+        candidates.sort(key=lambda b: (predicted(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
+    return candidates
+
+
 def _worth_a_look(
     problem: Problem, state: OptimalState, cost: Floats, now: float, early: bool
 ) -> tuple[Ints, str] | None:
@@ -306,7 +320,7 @@ def _worth_a_look(
         return None
     curves, active, refused = state.curves, set(state.plan.active), dict(state.refuted)
     # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
-    if early and len(active) > 1 and cost[len(active)] > DEAR * now:
+    if (early or state.settled >= SETTLED) and len(active) > 1 and cost[len(active)] > DEAR * now:
         hoped = at_least(np.full(problem.workers, problem.global_batch), curves)
         alone = (int(np.argmin(np.where(curves.at > 0, hoped, np.inf))),)
         if hoped[alone] < now and alone not in refused and feasible(problem, alone):
