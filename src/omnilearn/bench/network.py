@@ -11,6 +11,7 @@ from typing import Any
 
 from omnilearn.bench.arguments import add_compress, add_levels, add_models, positive, size_of
 from omnilearn.bench.gang import Gang
+from omnilearn.bench.oracle import WARM_UP
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row
 from omnilearn.bench.sync import BF16, Contest, Effort, pieces, worst
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> Record:
     how = Effort(
         rounds=args.rounds or (2 if args.quick else 4),
         block=6 if args.quick else 10,
-        learn=12 if args.quick else 40,
+        skip=WARM_UP,
+        learn=30 if args.quick else 40,
         epoch=20,
         starts=0,
         start_steps=0,

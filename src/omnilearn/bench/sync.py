@@ -53,7 +53,9 @@ class Effort:
 
     rounds: int
     block: int
-    """Steps per turn, the first ones not counted: an epoch to OmniLearn."""
+    """Steps per turn: an epoch to OmniLearn…"""
+    skip: int
+    """… of which the first do not count. At the end of an epoch the parked get the model, which may take that long."""
     learn: int
     epoch: int
     """Steps after which the prototype adjusts; its authors' epochs are longer."""
@@ -69,6 +71,7 @@ def effort(quick: bool) -> Effort:
         return Effort(
             rounds=2,
             block=6,
+            skip=oracle.WARM_UP,
             learn=30,
             epoch=10,
             starts=1,
@@ -76,7 +79,7 @@ def effort(quick: bool) -> Effort:
             policies=("static", "optimal"),
             quick_search=True,
         )
-    return Effort(rounds=8, block=12, learn=60, epoch=20, starts=3, start_steps=40)
+    return Effort(rounds=8, block=16, skip=6, learn=64, epoch=20, starts=3, start_steps=40)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,8 +174,9 @@ class Contest:
             self._done("policies have learned")
             self._choose(batch, ended)
             for turn in range(how.rounds):
-                contestants = [*self.splits, *how.policies]
-                for contestant in contestants if turn % 2 else contestants[::-1]:
+                # In any order: going back and forth, the first and the last would follow themselves.
+                contestants = np.random.default_rng(turn).permutation([*self.splits, *how.policies]).tolist()
+                for contestant in contestants:
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
                 self._done(f"round {turn + 1} of {how.rounds}")
                 yield self._rows()
@@ -197,7 +201,7 @@ class Contest:
         finalists = [*self.search.fastest(2), self.search.best(lambda n: n < size), self.search.best(lambda n: n == 1)]
         # Where the policy ended is a split too, and may be the best.
         for split in dict.fromkeys([*finalists, ended]):
-            if split is not None:
+            if split is not None and split != self.splits["ddp"]:
                 self.splits[show(split)] = split
 
     def _block(self, contestant: str) -> Trace:
@@ -205,7 +209,7 @@ class Contest:
             turn = self.gang.block(SPLITS, self.how.block, self.splits[contestant])
         else:
             turn = self.gang.block(contestant)
-        return turn.after(oracle.WARM_UP)  # the same for all: how fast a step is depends on when it comes
+        return turn.after(self.how.skip)  # the same for all: how fast a step is depends on when it comes
 
     # What came out
 
