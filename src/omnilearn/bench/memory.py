@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> Record:
     rounds = args.rounds or (2 if args.quick else 6)
     rows: dict[str, list[Row]] = {}
     outcomes: dict[str, Any] = {}
-    with Progress("memory", len(args.model) * (rounds + 2)) as progress, Gang(emulation=emulation) as gang:
+    with (
+        Progress("memory", len(args.model) * (rounds + 2)) as progress,
+        Gang(emulation=emulation, keep_memory=False) as gang,
+    ):
         worker = int(np.argmax(gang.nominal)) if args.worker is None else args.worker
         gang.all("scarce", worker, None)
 
