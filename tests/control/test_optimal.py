@@ -11,7 +11,7 @@ import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.optimal import AT_ONCE, REFUTED, SETTLED, OptimalState, Refuted
+from omnilearn.control.evidence import AT_ONCE, REFUTED, SETTLED, OptimalState, Refuted
 from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
@@ -347,7 +347,6 @@ def test_a_refuted_worker_that_turns_fast_is_tried_again() -> None:
     slow[0] = 0.25
     lab.run(40)
     assert lab.active == (0,)
-    lab.state = replace(lab.state, refuted=())
     assert not refuted.stands(lab.steps, (0.06,), 0.03)
     assert replace(refuted, failures=2).stands(lab.steps, (0.06,), 0.03)  # not believed a second time
     assert refuted.stands(refuted.since + REFUTED - 1, (0.06,), 0.03)  # nor at once

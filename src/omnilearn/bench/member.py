@@ -43,7 +43,7 @@ class Worker(Member):
         self.scarcity: Scarcity | None = None
 
     def ready(self, devices: list[str], told: Path) -> dict[str, Any]:
-        torch.set_flush_denormal(True)  # a model that has learned its data by heart would compute ever more slowly
+        torch.set_flush_denormal(True)  # numbers next to zero are slow to compute with
         # torch imports its compiler with the first optimizer, which takes long on a part of a core.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         self.device = torch.device(devices[self.rank])

@@ -1,0 +1,184 @@
+"""What the default policy knows, and how a report becomes part of it. Decides nothing.
+
+To think takes milliseconds, and many more on a slow worker: once a plan has settled, reports that say what was
+expected are only kept, and taken in several at a time. One that surprises is taken in at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from omnilearn.control.curves import GATE, GATE_FLOOR, Curves
+from omnilearn.control.policy import Report, State
+from omnilearn.control.problem import Ints, Plan, Problem
+from omnilearn.control.subsets import Workers
+
+LONGEST_TRIAL = 8
+REFUTED = 50
+"""Steps for which a set of workers that was slower is not tried again, at least."""
+ENTRIES = 4
+"""Of a report, at most: a few medians say as much as many steps that were alike."""
+SETTLED = 4
+"""Reports after which a plan that still holds has settled."""
+AT_ONCE = 4
+"""Reports that are taken in together, where none of them surprises…"""
+SURPRISE = 3.0
+"""… by medians further from what was expected than so many standard deviations of one measurement."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set of workers being tried, against the measured step time of the plan before."""
+
+    before: Plan
+    baseline: float
+    steps: int  # that the baseline is of
+    rebalances: int = 2
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """A set of workers that was tried and was slower: when it may be tried again, and how often it failed."""
+
+    since: int
+    until: int
+    failures: int
+    seconds: float  # what a step took
+    predicted: float  # what it should have taken, by the curves after it
+
+    def stands(self, step: int, times: tuple[float, ...], predicted: float) -> bool:
+        """Neither has enough time passed, nor has the present plan, by its step times, become the slower one.
+
+        ``predicted``: what a step with these workers should take now: their speeds may have changed. After a second
+        failure that is not believed any more; perhaps they are always slower without the others.
+        """
+        changed = self.failures == 1 and step >= self.since + REFUTED
+        seconds = self.seconds * (predicted / self.predicted if changed else 1.0)
+        return step < self.until and not (times and np.median(times) > 1.1 * seconds)
+
+
+@dataclass(frozen=True)
+class OptimalState(State):
+    curves: Curves = field(default_factory=lambda: Curves.guess([1.0]))
+    reduce_cost: tuple[float | None, ...] = ()  # measured, by number of active workers
+    steps: int = 0
+    times: tuple[float, ...] = ()  # last measured step times of the current plan
+    excitements: int = 0
+    settled: int = 0  # reports since the plan last changed
+    trial: Trial | None = None
+    refuted: tuple[tuple[Workers, Refuted], ...] = ()
+    changed_at: int = 0  # step at which the set of workers last changed
+    price: float = 0.0  # what the last trial cost, in steps
+    pulse: tuple[float, ...] = ()  # pulses that are in the curves already
+    unread: tuple[Report, ...] = ()  # reports that said what was expected, not taken in yet
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = self if self.trial is None else replace(self, plan=self.trial.before, trial=None)  # not judged yet
+        return {
+            **State.state_dict(kept),
+            "curves": self.curves.state_dict(),
+            "reduce_cost": list(self.reduce_cost),
+        }
+
+
+def take_in(problem: Problem, state: OptimalState, report: Report) -> tuple[OptimalState, bool]:
+    """The state with the report in it, and whether there is anything to think about."""
+    expected = _as_expected(problem, state, report)
+    if expected and len(state.unread) + 1 < AT_ONCE:
+        return replace(state, unread=(*state.unread, report)), False
+    together: Sequence[tuple[Report, ...]] = [(*state.unread, report)] if expected else [state.unread, (report,)]
+    state = replace(state, curves=replace(state.curves, micro=problem.micro), unread=())
+    for reports in filter(None, together):
+        state = _absorb(state, Report.joined(reports))
+    return state, True
+
+
+def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
+    """Whether the report says nothing that the settled plan and the curves do not."""
+    curves, batches = state.curves, np.asarray(state.plan.batches)
+    if state.trial or state.settled < SETTLED or not state.times or not _same(curves.micro, problem.micro):
+        return False
+    on = batches > 0
+    alike = len(report.batches) and np.all(report.batches == batches) and report.measured[:, on].all()
+    if not alike or np.any(np.where(on, 1.0, report.pulse) != state.pulse):
+        return False
+    busy, step = report.busy[:, on], (report.busy + report.wait)[:, on].max(axis=1)
+    noise, before = curves.noise[on], sorted(state.times)[len(state.times) // 2]
+    error = np.abs(np.sort(busy, axis=0)[len(busy) // 2] / curves.times(batches)[on] - 1)
+    slower = abs(np.sort(step)[len(step) // 2] / before - 1)
+    # The last step may be the first of something new.
+    latest = np.abs(busy[-1] / curves.times(batches)[on] - 1)
+    return bool(
+        np.all(error < SURPRISE * noise)
+        and slower < max(SURPRISE * noise.max(), GATE_FLOOR / 2)
+        and np.all(latest < np.maximum(GATE * noise, GATE_FLOOR))
+    )
+
+
+def _same(a: Ints | None, b: Ints | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def _absorb(state: OptimalState, report: Report) -> OptimalState:
+    """Curves, reduction cost and step times with the report's measurements in them."""
+    steps, report = len(report.batches), _condensed(report)
+    curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
+    # A pulse is relative to when the worker last took part: what an earlier report said of it is in its curve already.
+    pulse = np.where(np.asarray(state.plan.batches) > 0, 1.0, report.pulse)
+    speeding = pulse / np.where(np.asarray(state.plan.batches) > 0, 1.0, np.asarray(state.pulse or (1.0,)))
+    if np.any(speeding != 1):
+        curves = curves.scaled(1 / speeding)
+        # A reduction waits for its slowest member too: what was measured with slower members is too much now.
+        faster = float(speeding.max())
+        cost = [c if c is None or n <= len(state.plan.active) else c / max(faster, 1.0) for n, c in enumerate(cost)]
+    for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
+        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), busy)
+        if np.any(curves.changes > changes):
+            times = []  # those of other speeds
+        n = int((batches > 0).sum())
+        steady = bool(np.all(curves.suspect[measured] == 1)) and np.array_equal(curves.changes, changes)
+        if 0 < n == measured.sum() and (steady or cost[n] is None):
+            # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
+            # late now and then.
+            step = float((busy + wait)[measured].max())
+            together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
+            known = cost[n]
+            cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
+        if tuple(batches.tolist()) == state.plan.batches and 0 < n == measured.sum():
+            times.append(float((busy + wait)[measured].max()))
+    return replace(
+        state,
+        curves=curves,
+        reduce_cost=tuple(cost),
+        times=tuple(times[-LONGEST_TRIAL:]),
+        settled=state.settled if np.array_equal(curves.changes, state.curves.changes) else 0,
+        steps=state.steps + steps,
+        pulse=tuple(pulse.tolist()),
+    )
+
+
+def _condensed(report: Report) -> Report:
+    """A long report of steps that were all alike, as the medians of ENTRIES groups of them: quicker to take in."""
+    batches, measured = report.batches, report.measured
+    if len(batches) < 2 * ENTRIES or np.any(batches != batches[0]) or np.any(measured != measured[0]):
+        return report
+    each = len(batches) // ENTRIES
+    own, all_of_it = report.busy[-each * ENTRIES :], (report.busy + report.wait)[-each * ENTRIES :]
+    busy, whole = np.median(np.stack([own, all_of_it]).reshape(2, ENTRIES, each, -1), axis=2)
+    return Report.of(
+        batches[:ENTRIES], busy, np.maximum(whole - busy, 0.0), measured=measured[:ENTRIES], pulse=report.pulse
+    )
+
+
+def nominal(problem: Problem, state: OptimalState) -> Curves:
+    """The curves, with those of workers never measured at the pace that the measured ones have for their speeds."""
+    curves, batches = state.curves, np.asarray(state.plan.batches)
+    unseen, on = curves.seen == 0, batches > 0
+    if not unseen.any():
+        return curves
+    pace = float(np.median(curves.times(batches)[on] / batches[on] * problem.speeds[on]))
+    return replace(curves, beta=np.where(unseen, pace / problem.speeds, curves.beta))
