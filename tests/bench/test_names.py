@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from omnilearn import cli
 from omnilearn.bench import names, tf_workloads
 
 
@@ -19,3 +20,13 @@ def test_data_are_the_same_everywhere(name: str) -> None:
     (x, y), (again, _) = tf_workloads.workload(name).data(24), tf_workloads.workload(name).data(24)
     assert x.shape[0] == y.shape[0] == 24
     assert (x == again).all()
+
+
+@pytest.mark.parametrize("bench", ["sync", "dynamic", "network", "async", "memory", "overhead"])
+def test_a_size_that_a_workload_cannot_have_is_refused_before_anything_starts(
+    bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("omnilearn.bench.gang.Gang.__enter__", lambda self: pytest.fail("workers were started"))
+    assert cli.main(["bench", bench, "--model", "resnet18,alexnet", "--image", "64"]) == 1
+    assert "alexnet has no image size to choose" in capsys.readouterr().err

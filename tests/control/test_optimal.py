@@ -56,8 +56,8 @@ def test_near_the_optimum_in_the_end(cluster: Cluster, histories) -> None:
 
 @by_name
 def test_batches_do_not_flutter(cluster: Cluster, histories) -> None:
-    """At most one in twenty later re-plans changes anything; a parking that is tried and taken back counts as two."""
-    changed = [replan.changed for run in histories(cluster)[:LONG] for replan in run[FIRST:]]
+    """At most one in twenty re-plans changes anything, once fewer workers have been looked at (which happens once)."""
+    changed = [replan.changed for run in histories(cluster)[:LONG] for replan in run[REPLANS // 2 :]]
     assert np.mean(changed) <= 0.05
 
 
@@ -205,6 +205,35 @@ def test_where_reducing_is_dear_one_is_tried_alone_against_its_line() -> None:
     lab = Lab(Problem.of(64, workers=4), seconds, Optimal(), together=lambda b: 0.06 if (b > 0).sum() > 1 else 0.0)
     lab.run(60)
     assert len(lab.active) == 1
+
+
+def test_one_is_tried_alone_where_its_line_says_it_is_a_tie() -> None:
+    """A VGG-11 at HL8 on 16 cores: 25 ms a step together, a fifth of it reducing; 20 ms alone."""
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        own = np.array([0.0063, 0.0063, 0.0063, 0.004]) + np.array([0.0018, 0.0018, 0.0024, 0.00037]) * b
+        return np.where((b > 0).sum() > 1, own, own - 0.008)
+
+    lab = Lab(
+        Problem.of(64, speeds=[6, 6, 4, 32]),
+        seconds,
+        Optimal(),
+        together=lambda b: 0.0045 if (b > 0).sum() > 1 else 0.0,
+    )
+    lab.run(40)
+    assert lab.active == (3,)
+
+
+def test_half_of_the_workers_are_tried_where_reducing_is_dear() -> None:
+    """Four equal workers: with two of them reducing costs less, in what is seen of it and in their own time."""
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        own = {1: 0.02, 2: 0.004, 3: 0.018, 4: 0.018}[int((b > 0).sum())]
+        return own + 0.0007 * b
+
+    lab = Lab(Problem.of(64, workers=4), seconds, Optimal(), together=lambda b: 0.006 * (int((b > 0).sum()) - 1))
+    lab.run(60)
+    assert len(lab.active) == 2
 
 
 def test_a_worker_never_measured_is_not_tried_alone() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
-from omnilearn.bench.names import ANY_IMAGE, NAMES, TF_NAMES, Size
+from omnilearn.bench.names import ANY_IMAGE, NAMES, TF_NAMES, Size, workload
 from omnilearn.cluster.emulation import FORMS, LEVELS
 from omnilearn.errors import UsageError
 
@@ -68,13 +68,16 @@ def add_framework(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_framework(args: argparse.Namespace) -> None:
-    """Refuse what was asked for and is not there."""
-    missing = [name for name in args.model if args.framework == "tensorflow" and name not in TF_NAMES]
+def check_workloads(args: argparse.Namespace) -> None:
+    """Refuse what was asked for and is not there, before anything starts."""
+    framework = getattr(args, "framework", "pytorch")
+    missing = [name for name in args.model if framework == "tensorflow" and name not in TF_NAMES]
     if missing:
         raise UsageError(f"there is no {', '.join(missing)} for TensorFlow: choose from {', '.join(TF_NAMES)}")
-    if args.framework == "tensorflow" and getattr(args, "device", "cpu") != "cpu":
+    if framework == "tensorflow" and getattr(args, "device", "cpu") != "cpu":
         raise UsageError("TensorFlow is measured on CPUs: leave --device out")
+    for name in args.model:
+        workload(name, size_of(args), framework)
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

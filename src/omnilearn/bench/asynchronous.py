@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import transport
-from omnilearn.bench.arguments import add_levels, add_models, positive, size_of
+from omnilearn.bench.arguments import add_levels, add_models, check_workloads, positive, size_of
 from omnilearn.bench.block import Block
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.names import Size
@@ -98,6 +98,7 @@ class History:
 
 
 def run(args: argparse.Namespace) -> Record:
+    check_workloads(args)
     counts = args.workers
     seeds = {level: args.seeds or (3 if level == HARDEST and not args.quick else 1) for level in args.levels}
     total = len(counts) + sum(seeds.values()) * len(args.model) * (1 + epochs_of(args))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_cluster, add_models, names, positive, size_of
+from omnilearn.bench.arguments import add_cluster, add_models, check_workloads, names, positive, size_of
 from omnilearn.bench.gang import Batches, Gang, Trace
 from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, show
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
+    check_workloads(args)
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     _check(args, 4 if emulation is None else emulation.nproc)
     climb: tuple[str, ...] = args.levels or (("HL1", "HL8") if args.quick else CLIMB)

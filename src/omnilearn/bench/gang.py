@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +35,7 @@ import numpy.typing as npt
 
 import omnilearn
 from omnilearn.bench.block import Block
-from omnilearn.bench.names import Size
+from omnilearn.bench.names import Size, workload
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.emulation import Emulation, Worker, level, scaled
 from omnilearn.cluster.emulator import Emulator
@@ -210,8 +209,7 @@ class Gang:
 
     def workload(self, name: str, size: str | Size = "small") -> Any:
         """What is trained under that name, in the gang's framework."""
-        module = "omnilearn.bench.tf_workloads" if self._ports else "omnilearn.bench.workloads"
-        return import_module(module).workload(name, size)
+        return workload(name, size, self.framework)
 
     def _end(self) -> None:
         for pipe in self._pipes:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import oracle
-from omnilearn.bench.arguments import add_cluster, add_models, positive, size_of
+from omnilearn.bench.arguments import add_cluster, add_models, check_workloads, positive, size_of
 from omnilearn.bench.gang import Batches, Gang, Trace, joined
 from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, WARM_UP, show
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
+    check_workloads(args)
     emulation = parse(args.emulate or CLUSTER, None, cores())
     if not 0 < args.room < 1:
         raise InfeasibleError(f"--room must lie between 0 and 1, got {args.room}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2", "trees")
 TF_NAMES = ("heavy", "even", "chatty", "digits")
@@ -18,3 +20,9 @@ class Size:
     image: int | None = None
     bf16: bool = False
     length: int | None = None
+
+
+def workload(name: str, size: str | Size = "small", framework: str = "pytorch") -> Any:
+    """What is trained under that name. Loads the framework; raises where the workload cannot have that size."""
+    module = "omnilearn.bench.tf_workloads" if framework == "tensorflow" else "omnilearn.bench.workloads"
+    return import_module(module).workload(name, size)

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from omnilearn.bench.arguments import add_compress, add_levels, add_models, positive, size_of
+from omnilearn.bench.arguments import add_compress, add_levels, add_models, check_workloads, positive, size_of
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.oracle import WARM_UP
 from omnilearn.bench.progress import Progress
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
+    check_workloads(args)
     words = args.rates.split(",") if args.rates else ["100Mbit"] if args.quick else list(RATES)
     rates = {word.strip(): units.rate("--rates", word) for word in words}
     if args.quick:

@@ -22,7 +22,7 @@ from omnilearn.bench.arguments import (
     add_device,
     add_framework,
     add_size,
-    check_framework,
+    check_workloads,
     names,
     positive,
     size_of,
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Record:
     if args.model is None:
         large = ("resnet18",) if args.framework == "pytorch" else ("heavy",)
         args.model = ("even",) if args.quick else (*large, "digits") if find_spec("sklearn") else large
-    check_framework(args)
+    check_workloads(args)
     goal = GOALS[args.framework]
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     device = "cuda" if emulation and emulation.uses("mps") else args.device

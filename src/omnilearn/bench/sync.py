@@ -21,7 +21,7 @@ from omnilearn.bench.arguments import (
     add_framework,
     add_levels,
     add_models,
-    check_framework,
+    check_workloads,
     positive,
     size_of,
 )
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_framework(args)
+    check_workloads(args)
     how = effort(args.quick)
     if args.compress:
         how = replace(how, policies=(*how.policies, BF16))

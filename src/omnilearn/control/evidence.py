@@ -99,7 +99,7 @@ def take_in(problem: Problem, state: OptimalState, report: Report) -> tuple[Opti
 
 def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
     """Whether the report says nothing that the settled plan and the curves do not."""
-    curves, batches = state.curves, np.asarray(state.plan.batches)
+    curves, batches = state.curves, state.plan.sizes
     if state.trial or state.settled < SETTLED or not state.times or not _same(curves.micro, problem.micro):
         return False
     on = batches > 0
@@ -128,8 +128,8 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
     steps, report = len(report.batches), _condensed(report)
     curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
     # A pulse is relative to when the worker last took part: what an earlier report said of it is in its curve already.
-    pulse = np.where(np.asarray(state.plan.batches) > 0, 1.0, report.pulse)
-    speeding = pulse / np.where(np.asarray(state.plan.batches) > 0, 1.0, np.asarray(state.pulse or (1.0,)))
+    pulse = np.where(state.plan.sizes > 0, 1.0, report.pulse)
+    speeding = pulse / np.where(state.plan.sizes > 0, 1.0, np.asarray(state.pulse or (1.0,)))
     if np.any(speeding != 1):
         curves = curves.scaled(1 / speeding)
         # A reduction waits for its slowest member too: what was measured with slower members is too much now.
@@ -176,7 +176,7 @@ def _condensed(report: Report) -> Report:
 
 def nominal(problem: Problem, state: OptimalState) -> Curves:
     """The curves, with those of workers never measured at the pace that the measured ones have for their speeds."""
-    curves, batches = state.curves, np.asarray(state.plan.batches)
+    curves, batches = state.curves, state.plan.sizes
     unseen, on = curves.seen == 0, batches > 0
     if not unseen.any():
         return curves

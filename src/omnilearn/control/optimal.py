@@ -27,7 +27,6 @@ from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import (
     Workers,
     at_best,
-    at_least,
     at_very_best,
     cautious,
     expected_cost,
@@ -49,8 +48,12 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 TIE = 0.02
 """The least predicted gain for which another set of workers is tried."""
+BEARABLE = 1.4
+"""One worker is tried alone even if by its line a step takes longer, by no more than this factor…"""
 DEAR = 0.3
-"""What acting together costs, of the step, for a worker to be tried alone even if its line is against it."""
+"""… and half of them are where acting together costs so much of the step…"""
+CALM = 2
+"""… once a plan has held for so many reports."""
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
@@ -95,7 +98,7 @@ class Optimal:
         state, news = take_in(problem, state, report)
         if not news:
             return state
-        if np.any(state.curves.seen[np.asarray(state.plan.batches) > 0] == 0):
+        if np.any(state.curves.seen[state.plan.sizes > 0] == 0):
             return replace(state, interval=2)
         state = replace(state, curves=nominal(problem, state))
         state = self._judge(problem, state) if state.trial else self._improve(problem, state)
@@ -104,11 +107,11 @@ class Optimal:
     def _improve(self, problem: Problem, state: OptimalState) -> OptimalState:
         """Without a trial under way: rebalance, excite, or start a trial."""
         plan, cost = state.plan, expected_cost(state.reduce_cost)
-        curves = state.curves.pooled(plan.batches)
-        now = predicted(plan.batches, curves, cost)
+        curves = state.curves.pooled(plan.sizes)
+        now = predicted(plan.sizes, curves, cost)
         then, rebalance = now, False
         # Right after a change of speed a line rests on a measurement or two: small gains wait for more.
-        least = max(self._worth(curves, plan.active), curves.doubt(plan.batches))
+        least = max(self._worth(curves, plan.active), curves.doubt(plan.sizes))
         if 1 - at_best(problem, curves, plan.active, cost) / now > least:
             balanced = split_over(problem, curves, plan.active)
             then = predicted(balanced, curves, cost)
@@ -137,7 +140,7 @@ class Optimal:
         active = np.asarray(state.plan.active)
         if state.excitements >= 2 or len(active) < 2 or state.settled < 1 or state.steps > LEARNING:
             return None
-        batches = np.asarray(state.plan.batches)
+        batches = state.plan.sizes
         unknown = state.curves.alpha_uncertainty(batches)[active] > 0.25
         if not unknown.any():
             return None
@@ -203,7 +206,7 @@ class Optimal:
         unclear = abs(1 - measured / trial.baseline) < doubt
         if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
             balanced = split_over(problem, curves, plan.active)
-            now, then = predicted(plan.batches, curves, cost), predicted(balanced, curves, cost)
+            now, then = predicted(plan.sizes, curves, cost), predicted(balanced, curves, cost)
             if trial.rebalances and 1 - then / now > self._worth(curves, plan.active) and state.times:
                 trial = replace(trial, rebalances=trial.rebalances - 1)
                 return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
@@ -220,7 +223,7 @@ class Optimal:
             until=state.steps + ceil(max(REFUTED, price / PROBE_BUDGET / 4) * 2 ** (failures - 1)),
             failures=failures,
             seconds=measured,
-            predicted=predicted(plan.batches, curves, cost),
+            predicted=predicted(plan.sizes, curves, cost),
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
@@ -247,12 +250,8 @@ def _worth_a_look(
     if not state.settled:
         return None
     curves, active, refused = state.curves, set(state.plan.active), dict(state.refuted)
-    # Alone, a worker is also spared the work of reducing, which lies in its own time: its line cannot show that.
-    if (early or state.settled >= SETTLED) and len(active) > 1 and cost[len(active)] > DEAR * now:
-        hoped = at_least(np.full(problem.workers, problem.global_batch), curves)
-        alone = (int(np.argmin(np.where(curves.at > 0, hoped, np.inf))),)
-        if hoped[alone] < now and alone not in refused and feasible(problem, alone):
-            return split_over(problem, curves, alone), "park: try"
+    if (fewer := _fewer(problem, state, cost, now)) is not None:
+        return fewer, "park: try"
     # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
     # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
     if state.plan.parked:
@@ -265,10 +264,29 @@ def _worth_a_look(
     return None
 
 
+def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> Ints | None:
+    """The fastest alone or the faster half, though their lines do not speak for it; each number of workers once.
+
+    With fewer, a worker is also spared work of reducing that lies in its own time: its line cannot show that.
+    """
+    curves, active = state.curves, np.asarray(state.plan.active)
+    if state.settled < CALM or len(active) < 2:
+        return None
+    counts = {1, len(active) // 2} if cost[len(active)] > DEAR * now else {1}
+    looks = []
+    for n in counts - {len(workers) for workers, _ in state.refuted}:
+        times = curves.alpha[active] + curves.beta[active] * problem.global_batch / n
+        workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
+        if feasible(problem, workers):
+            looks.append(split_over(problem, curves, workers))
+    best = min(looks, key=lambda b: predicted(b, curves, cost), default=None)
+    return best if best is not None and predicted(best, curves, cost) < BEARABLE * now else None
+
+
 def _asked(problem: Problem, state: OptimalState) -> Workers:
     """Everybody; where the minimums of all are too much, the parked first, and of them those never measured."""
     low, _ = problem.units
-    order = np.lexsort((-problem.speeds, state.curves.seen, np.asarray(state.plan.batches) > 0))
+    order = np.lexsort((-problem.speeds, state.curves.seen, state.plan.sizes > 0))
     fit = int(np.searchsorted(np.cumsum(low[order]), problem.global_batch // problem.multiple_of, side="right"))
     return tuple(sorted(order[:fit].tolist()))
 
@@ -279,7 +297,7 @@ def _follow(state: OptimalState, plan: Plan) -> OptimalState:
 
 def _interval(state: OptimalState) -> int:
     """Steps until the next report: while things move every 2 to 4, about ten a second; else five a second, 4 to 32."""
-    batches = np.asarray(state.plan.batches)
+    batches = state.plan.sizes
     step = float(np.median(state.times) if state.times else state.curves.times(batches)[batches > 0].max())
     if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
         return int(np.clip(ceil(0.1 / max(step, 1e-6)), 2, 4))

@@ -191,7 +191,7 @@ class Proportional:
 
     def update(self, problem: Problem, state: State, report: Report) -> State:
         assert isinstance(state, _Averages)
-        b = np.asarray(state.plan.batches)
+        b = state.plan.sizes
         own = report.batches == b  # not the tail of an epoch, nor steps of the plan before
         rows = report.measured & own
         seconds = np.asarray(state.seconds) + np.where(rows, report.busy, 0).sum(axis=0)

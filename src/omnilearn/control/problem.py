@@ -167,12 +167,19 @@ class Plan:
     instead_of: float | None = field(default=None, compare=False)
 
     @cached_property
-    def active(self) -> tuple[int, ...]:
-        return tuple(k for k, b in enumerate(self.batches) if b)
+    def sizes(self) -> Ints:
+        """The batches, to compute with."""
+        sizes = np.array(self.batches, dtype=np.int64)
+        sizes.flags.writeable = False
+        return sizes
 
-    @property
+    @cached_property
+    def active(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self.sizes).tolist())
+
+    @cached_property
     def parked(self) -> tuple[int, ...]:
-        return tuple(k for k, b in enumerate(self.batches) if not b)
+        return tuple(np.flatnonzero(self.sizes == 0).tolist())
 
     @property
     def gain(self) -> float:

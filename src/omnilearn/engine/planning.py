@@ -77,7 +77,7 @@ class Planning:
     def _report(self) -> Report:
         """What was measured, in rows; workers make different numbers of steps, so that some rows have gaps."""
         rows = max(len(steps) for steps in self._rows.values())
-        batches = np.tile(np.asarray(self.plan.batches), (rows, 1))
+        batches = np.tile(self.plan.sizes, (rows, 1))
         seconds, measured = np.ones(batches.shape), np.zeros(batches.shape, dtype=bool)
         for k, rank in enumerate(self._ranks):
             for row, (batch, took) in enumerate(self._rows[rank]):
