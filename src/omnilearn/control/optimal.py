@@ -27,6 +27,7 @@ from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import (
     Workers,
     at_best,
+    at_least,
     at_very_best,
     cautious,
     expected_cost,
@@ -48,7 +49,7 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 TIE = 0.02
 """The least predicted gain for which another set of workers is tried."""
-BEARABLE = 1.4
+BEARABLE = 1.6
 """One worker is tried alone even if by its line a step takes longer, by no more than this factor…"""
 DEAR = 0.3
 """… and half of them are where acting together costs so much of the step…"""
@@ -275,12 +276,13 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
     counts = {1, len(active) // 2} if cost[len(active)] > DEAR * now else {1}
     looks = []
     for n in counts - {len(workers) for workers, _ in state.refuted}:
-        times = curves.alpha[active] + curves.beta[active] * problem.global_batch / n
+        shares = np.full(problem.workers, problem.global_batch / n)
+        times = np.maximum(curves.times(shares), at_least(shares, curves))[active]
         workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
         if feasible(problem, workers):
             looks.append(split_over(problem, curves, workers))
-    best = min(looks, key=lambda b: predicted(b, curves, cost), default=None)
-    return best if best is not None and predicted(best, curves, cost) < BEARABLE * now else None
+    best = min(looks, key=lambda b: cautious(b, curves, cost, early=True), default=None)
+    return best if best is not None and cautious(best, curves, cost, early=True) < BEARABLE * now else None
 
 
 def _asked(problem: Problem, state: OptimalState) -> Workers:

@@ -40,7 +40,7 @@ def at_very_best(problem: Problem, curves: Curves, cost: Floats) -> float:
     return float((np.maximum(fastest, shared) + cost[1:]).min())
 
 
-def at_least(batches: Ints, curves: Curves) -> Floats:
+def at_least(batches: Ints | Floats, curves: Curves) -> Floats:
     """Seconds for these batches, if r times the batch last measured takes √r times as long."""
     return np.asarray(np.sqrt(batches / np.maximum(curves.at, 1.0)) * curves.times(curves.at))
 
