@@ -72,7 +72,7 @@ def effort(quick: bool) -> Effort:
             rounds=2,
             block=6,
             skip=oracle.WARM_UP,
-            learn=30,
+            learn=48,
             epoch=10,
             starts=1,
             start_steps=16,
