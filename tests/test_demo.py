@@ -125,7 +125,7 @@ def test_missing_scikit_learn_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "sklearn" else object())
-    assert cli.main(["demo"]) == 1
+    assert cli.main(["demo"]) == 2
     assert "the demo needs scikit-learn: pip install -e '.[demo]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from omnilearn import __version__
-from omnilearn.errors import OmniLearnError
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 
 COMMANDS = {
     "demo": ("omnilearn.demo.command", "see it work on this machine (two minutes)"),
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_module(COMMANDS[args.command][0]).main(args))
     except OmniLearnError as error:
         print(f"omnilearn: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError | InfeasibleError) else 1
     except KeyboardInterrupt:
         print("omnilearn: interrupted", file=sys.stderr)
         return 130

@@ -251,6 +251,15 @@ def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture
         (["memory", "--room", "2"], "--room must lie between 0 and 1"),
         (["memory", "--emulate", "1,1", "--worker", "2"], "there are workers 0 to 1"),
         (["dynamic", "--load", "4"], "there are workers 0 to 3"),
+        (["dynamic", "--steps", "2"], "--steps 2 at each level are too few"),
+        (
+            ["sync", "--batch", "66"],
+            "4 workers cannot share equally as uniform DDP does: give --batch 64 or --batch 68",
+        ),
+        (["sync", "--batch", "2"], "give --batch 4 or --batch 8"),
+        (["network", "--latency", "long"], "--latency 'long' is not understood"),
+        (["control", "--json", "/dev/null/r.json"], "cannot write /dev/null/r.json"),
+        (["sync", "--report", "/"], "cannot write /: Is a directory"),
         (["dynamic", "--emulate", "1,1"], "--emulate here needs --load K"),
         (["dynamic", "--load", "0", "--levels", "HL1"], "two different journeys"),
     ],
@@ -258,5 +267,5 @@ def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture
 def test_bad_values_are_told_before_anything_starts(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bench", *words]) == 1
+    assert cli.main(["bench", *words]) == 2
     assert message in capsys.readouterr().err

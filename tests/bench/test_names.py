@@ -28,5 +28,5 @@ def test_a_size_that_a_workload_cannot_have_is_refused_before_anything_starts(
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr("omnilearn.bench.gang.Gang.__enter__", lambda self: pytest.fail("workers were started"))
-    assert cli.main(["bench", bench, "--model", "resnet18,alexnet", "--image", "64"]) == 1
+    assert cli.main(["bench", bench, "--model", "resnet18,alexnet", "--image", "64"]) == 2
     assert "alexnet has no image size to choose" in capsys.readouterr().err

@@ -64,6 +64,9 @@ def test_the_description_is_for_people() -> None:
         ("gpu=1", None, ["gpu=1", "mps="]),
         ("", None, ["HL8"]),
         ("nowhere.toml", None, ["nowhere.toml", "No such file"]),
+        (",".join(["1"] * 300), None, ["0.006 cores", "fewer workers"]),
+        ("1e308,1e308", None, ["1e308", "at most"]),
+        ("x" * 300, None, ["is not understood"]),
     ],
 )
 def test_bad_specifications_are_named(spec: str, nproc: int | None, names: list[str]) -> None:
@@ -138,6 +141,7 @@ def test_a_climb_through_the_levels(tmp_path: Path) -> None:
         ("[[worker]]\ncpu = 3", ["3 cores", "has 2"]),
         ('[[worker]]\nmemory = "lots"', ["lots", "2GB"]),
         ('[[worker]]\nmemory = "0GB"', ["0GB"]),
+        ("[[worker]]\nmemory = 0.5", ["less than a byte"]),
         ('[[worker]]\nbandwidth = "100MB"', ["100MB", "100Mbit"]),
         ('[[worker]]\nlatency = "-5ms"', ["-5ms"]),
         ('[[worker]]\ndevice = "tpu"', ["tpu"]),
@@ -156,6 +160,11 @@ def test_a_climb_through_the_levels(tmp_path: Path) -> None:
         (WORKERS + '[[change]]\nat_step = 1\nlevel = "HL9"', ["HL9"]),
         (WORKERS + "[[change]]\nat_step = 1\nworker = 0\nmps = 5", ["'mps'"]),
         (WORKERS + "[[change]]\nat_step = 7\nworker = 0\ncpu = 1.5", ["2.5 cores", "step 7"]),
+        (
+            WORKERS + "[[change]]\nat_step = 7\nworker = 0\ncpu = 1.5\n"
+            "[[change]]\nat_second = 1\nworker = 1\ncpu = 0.3",
+            ["2.5 cores", "in any order"],
+        ),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, names: list[str]) -> None:
@@ -163,6 +172,15 @@ def test_bad_files_are_named(tmp_path: Path, text: str, names: list[str]) -> Non
         read(tmp_path, text)
     for name in names:
         assert name in str(caught.value)
+
+
+def test_a_level_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "HL8").write_text("no emulation at all")
+    (tmp_path / "mine").write_text(WORKERS)
+    monkeypatch.chdir(tmp_path)
+    assert parse("HL8", None, 2.0).nproc == 4
+    assert parse("mine", None, 2.0).nproc == 2
+    assert parse("./mine", None, 2.0).nproc == 2
 
 
 def test_a_file_for_another_number_of_workers(tmp_path: Path) -> None:

@@ -141,6 +141,25 @@ def test_mps_without_a_card_is_refused_with_nothing_left(monkeypatch: pytest.Mon
         Emulator(Emulation("test", (Worker(mps=50),))).prepare()
 
 
+@needs_groups
+def test_more_memory_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="worker 1 of emulation 'test' gets 1e\\+06GB of memory"):
+        Emulator(Emulation("test", (Worker(memory=10**9), Worker(memory=10**15)))).prepare()
+
+
+def test_a_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnilearn.cluster.emulator.has_card", lambda: False)
+    with pytest.raises(UsageError, match="workers on a card, and there is none here"):
+        Emulator(Emulation("test", (Worker(device="cuda"),))).prepare()
+
+
+def test_pinning_says_what_it_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "parents", lambda controllers: {})
+    with Emulator(emulate(1.8)) as emulator:
+        assert emulator.how.startswith("CPU by pinning to cores [[")
+        assert emulator.how.endswith(", whole ones instead of 1.8; control groups need root")
+
+
 def test_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     workers = (Worker(cpu=0.2), Worker(cpu=1.7, device="cpu"))

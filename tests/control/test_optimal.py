@@ -443,6 +443,33 @@ def test_a_change_is_followed_as_soon_after_reports_were_kept() -> None:
     assert times.max() / times.min() < 1.1
 
 
+def test_what_a_pulse_says_of_reducing_is_taken_back_with_it() -> None:
+    lab = parked_lab()
+    before = lab.state.reduce_cost
+    for pulse in (2.0, 1.0, 2.0, 1.0):
+        lab.run(1, pulse=[1.0, pulse])
+        if lab.active != (0,):  # a trial: that is another story
+            return
+    assert lab.state.reduce_cost == pytest.approx(before)
+
+
+def test_a_plan_settles_only_once_it_is_in_force() -> None:
+    """With prefetched batches, reports still tell of the plan before for a while."""
+    problem, policy = Problem.of(64, workers=2), Optimal(first="uniform")
+    state = policy.start(problem)
+    other = np.tile([40, 24], (2, 1))
+    for _ in range(6):
+        state = policy.update(problem, state, Report.of(other, 0.01 * other + 0.1, np.zeros((2, 2))))
+        if state.plan.batches != (32, 32):
+            break
+        assert state.settled == 0
+        assert not state.trial
+    state = replace(state, plan=replace(state.plan, batches=(33, 31)), times=(), settled=0)
+    for _ in range(6):
+        state = policy.update(problem, state, Report.of(other, 0.01 * other + 0.1, np.zeros((2, 2))))
+        assert state.settled == 0 or state.plan.batches != (33, 31)
+
+
 def test_reduction_cost_is_filled_in_between_and_never_falls() -> None:
     assert expected_cost((None, 0.0, None, None)).tolist() == [0, 0, 0, 0]
     assert expected_cost((None, 0.0, None, 0.2, None)).tolist() == pytest.approx([0, 0, 0.1, 0.2, 0.3])

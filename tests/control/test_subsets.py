@@ -29,6 +29,20 @@ def test_no_split_is_faster_than_at_best(problem: Problem, data: st.DataObject) 
     assert at_very_best(problem, curves, cost) <= at_best(problem, curves, workers, cost) * (1 + 1e-12)
 
 
+def test_a_leap_is_judged_with_passes_in_mind() -> None:
+    """A worker that computes two samples at a time pays its fixed part four times for eight."""
+    problem = replace(Problem.of(64, workers=2), micro=np.array([2, 1 << 40]))
+    curves = replace(
+        Curves.guess([1, 1]),
+        alpha=np.array([1.0, 0.5]),
+        beta=np.array([0.001, 0.4375]),
+        at=np.array([8.0, 8.0]),
+        micro=problem.micro,
+    )
+    split = split_over(problem, curves, (0, 1))
+    assert predicted(split, curves, np.zeros(3)) < 16  # at best: 30 and 34 in 15.4
+
+
 def test_at_best_is_what_whole_samples_reach_when_they_fit() -> None:
     curves = replace(Curves.guess([1, 1]), alpha=np.array([0.1, 0.2]), beta=np.array([0.01, 0.02]))
     problem = Problem.of(40, workers=2)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from omnilearn.cluster.resources import Resources
-from omnilearn.control import Problem, Report, State, Uniform
+from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Answers, Peers
 from omnilearn.engine.planner import Planner, Sizes, Timing
+from omnilearn.errors import OmniLearnError
 from omnilearn.observe import EventLog
 
 CORE = Resources(host="here", cores=1.0, device="cpu", device_name="", device_id="", memory=2**30)
@@ -84,13 +85,13 @@ def pair(tmp_path: Path):
             position = samplers[rank].state_dict()
             samplers[rank].load_state_dict(position | {"step": position["step"] + 1})
 
-    yield step, policy
+    yield step, policy, planners
     for planner in planners:
         planner.drain()
 
 
 def test_the_first_step_with_a_batch_is_not_reported(pair) -> None:
-    step, policy = pair
+    step, policy, _ = pair
     step((8, 8), (None, None))  # a clock does not know when the first step began
     step((8, 8), (0.5, 0.6))
     step((9, 7), (0.9, 0.9))  # new to both
@@ -105,6 +106,72 @@ def test_the_first_step_with_a_batch_is_not_reported(pair) -> None:
     assert first.busy[1].tolist() == [0.5, 0.6]
     assert second.batches.tolist() == [[8, 8], [8, 8], [8, 7]]
     assert second.measured.all()
+
+
+class Changing(Twin):
+    """A peer whose own speed is what it is told."""
+
+    now = 1.0
+
+    def speed(self) -> float:
+        return self.now
+
+
+def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done together with the others in between is no reason to forget how fast it was."""
+    monkeypatch.setattr("omnilearn.engine.planner.PULSE_EVERY", 0.0)
+    rows: list[list[np.ndarray]] = [[], []]
+    worlds, policy, problem = (Twin(0, rows), Changing(1, rows)), Listening(), Problem.of(16, workers=2)
+    planners = [Planner(world, Times(), policy, problem, lambda plan, step: None) for world in worlds]
+    samplers = [Sampler(1600, [16, 0]) for _ in planners]
+
+    def step() -> None:
+        for rank, planner in enumerate(planners):
+            planner.tick(samplers[rank], 1, idle=rank == 1)
+        for rank, planner in enumerate(planners):
+            planner.record((16, 0), rank == 0)
+            position = samplers[rank].state_dict()
+            samplers[rank].load_state_dict(position | {"step": position["step"] + 1})
+        if planners[1]._pulse._thread is not None:
+            planners[1]._pulse._thread.join(10)
+
+    for _ in range(8):
+        step()
+    worlds[1].now = 3.0
+    for _ in range(12):
+        step()
+    assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
+    for rank, planner in enumerate(planners):  # both begin, then both finish: in one process one waits for the other
+        if planner._exchange is None:
+            planner._begin(samplers[rank].step, idle=rank == 1, look=False)
+    for rank, planner in enumerate(planners):
+        planner.confirm(samplers[rank], 1, idle=rank == 1)
+    assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
+    for _ in range(4):
+        step()
+    assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
+    for planner in planners:
+        planner.drain()
+
+
+def test_ranks_with_different_plans_are_told(pair) -> None:
+    step, _, planners = pair
+    for _ in range(3):
+        step((8, 8), (0.5, 0.5))
+    planners[1].state = State(Plan((9, 7)), interval=3)
+    step((8, 8), (0.5, 0.5))  # an exchange begins
+    with pytest.raises(OmniLearnError, match="do not agree on the plan in force"):
+        step((8, 8), (0.5, 0.5))
+    planners[1].state = planners[0].state
+
+
+def test_after_a_restore_nothing_of_before_is_waited_for(pair) -> None:
+    step, _, planners = pair
+    while any(planner._exchange is None for planner in planners):
+        step((8, 8), (0.5, 0.5))
+    for planner in planners:
+        planner.restore(planner.state, 0)
+        assert planner._exchange is None
 
 
 def test_sizes_are_remembered() -> None:

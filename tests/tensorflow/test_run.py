@@ -124,3 +124,12 @@ def test_wrong_use_is_said_before_anything_starts(
     status, _, err = finish(start("--log-dir", tmp_path, *arguments, script, **environment))
     assert status == 2
     assert words in err
+
+
+def test_an_emulated_worker_has_as_many_threads_as_whole_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = tmp_path / "threads.py"
+    script.write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    code, out, err = finish(start("--emulate", "cpu=1", "--log-dir", tmp_path / "log", script))
+    assert code == 0, err
+    assert "threads 1\n" in out

@@ -82,19 +82,29 @@ def judge(histories: Histories, last: dict[tuple[str, str], str], wanted: float,
         runs = list(by_seed.values())
         times = [next((time for time, accuracy in run if accuracy >= wanted), None) for run in runs]
         known = [time for time in times if time is not None]
-        reached = median_and_spread(known)["median"] if len(known) == len(times) else None
+        reached = median_and_spread(known) if len(known) == len(times) else {}
+        final = median_and_spread(run[-1][1] for run in runs)
+        each = np.concatenate([np.diff([0.0, *(time for time, _ in run)]) for run in runs])
         row: Row = {
             "level": level,
             "variant": variant,
-            "seconds_to_accuracy": reached,
+            "seconds_to_accuracy": reached.get("median"),
+            "lower": reached.get("lower"),
+            "upper": reached.get("upper"),
             "reached": f"{len(known)} of {len(times)}",
-            "seconds_per_epoch": float(np.median(np.diff([0.0, *(time for time, _ in runs[0])]))),
-            "final_accuracy": float(np.mean([run[-1][1] for run in runs])),
+            "seconds_per_epoch": float(np.median(each)),
+            "final_accuracy": final["median"],
+            "final_lower": final["lower"],
+            "final_upper": final["upper"],
             "batches": last[level, variant],
         }
         rows.append(row)
         summary["levels"].setdefault(level, {})[variant] = {
-            key: row[key] for key in ("seconds_to_accuracy", "seconds_per_epoch", "final_accuracy")
+            "seconds_to_accuracy": row["seconds_to_accuracy"],
+            "seconds_to_accuracy_spread": [row["lower"], row["upper"]],
+            "seconds_per_epoch": row["seconds_per_epoch"],
+            "final_accuracy": row["final_accuracy"],
+            "final_accuracy_spread": [row["final_lower"], row["final_upper"]],
         }
     return Record("ablation", rows, summary)
 

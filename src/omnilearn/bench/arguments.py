@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
 from omnilearn.bench.names import ANY_IMAGE, NAMES, TF_NAMES, Size, workload
 from omnilearn.cluster.emulation import FORMS, LEVELS
-from omnilearn.errors import UsageError
+from omnilearn.cluster.resources import has_card
+from omnilearn.errors import InfeasibleError, UsageError
 
 
 def positive(text: str) -> int:
@@ -68,16 +70,31 @@ def add_framework(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_workloads(args: argparse.Namespace) -> None:
-    """Refuse what was asked for and is not there, before anything starts."""
+def check_workloads(args: argparse.Namespace, workers: int | None = None) -> None:
+    """Refuse what was asked for and is not there, before anything starts.
+
+    ``workers``: uniform DDP takes part, so the global batch must be so many times the same.
+    """
     framework = getattr(args, "framework", "pytorch")
     missing = [name for name in args.model if framework == "tensorflow" and name not in TF_NAMES]
     if missing:
         raise UsageError(f"there is no {', '.join(missing)} for TensorFlow: choose from {', '.join(TF_NAMES)}")
     if framework == "tensorflow" and getattr(args, "device", "cpu") != "cpu":
         raise UsageError("TensorFlow is measured on CPUs: leave --device out")
+    if framework == "tensorflow" and find_spec("tensorflow") is None:
+        raise UsageError("tensorflow is not installed here: leave --framework out, or pip install -e '.[tensorflow]'")
+    if getattr(args, "device", "cpu") == "cuda" and not has_card():
+        raise UsageError("--device cuda: there is no card here")
     for name in args.model:
-        workload(name, size_of(args), framework)
+        what = workload(name, size_of(args), framework)
+        if name == "digits":
+            (what.data if framework == "tensorflow" else what.dataset)(1)  # says now if scikit-learn is missing
+        if workers and what.global_batch % workers:
+            near = max(what.global_batch // workers, 1) * workers
+            raise InfeasibleError(
+                f"{name} has a global batch of {what.global_batch}, which {workers} workers cannot share equally as "
+                f"uniform DDP does: give --batch {near} or --batch {near + workers}"
+            )
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

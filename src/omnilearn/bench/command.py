@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from omnilearn.bench.record import check_writable
+
 BENCHMARKS = {
     "control": ("omnilearn.bench.control", "how fast are batches planned, and how near the optimum do they end?"),
     "overhead": ("omnilearn.bench.overhead", "what does OmniLearn cost where it has nothing to do?"),
@@ -29,11 +31,13 @@ Progress goes to stderr, tables to stdout."""
 
 EPILOG = """\
 examples:
-  omnilearn bench control                        all of it, about a minute
-  omnilearn bench control --quick                a rough look, some seconds
-  omnilearn bench control --json results.json    keep the numbers
-  omnilearn bench control --report page.html     a page with figures
-  omnilearn bench control --help                 all options of a benchmark
+  omnilearn bench control                         all of it, about a minute
+  omnilearn bench sync --quick --model even       a rough look at the papers' four levels
+  omnilearn bench sync --levels HL8 --model heavy --json results.json --report page.html
+  omnilearn bench dynamic                         the levels change while training runs
+  omnilearn bench network --rates 100Mbit,20Mbit  slow links between the workers (root)
+  omnilearn bench ablation                        what each part is worth
+  omnilearn bench sync --help                     all options of a benchmark
 
 Other programs on the machine spoil times: close them, and believe ratios rather than seconds."""
 
@@ -66,6 +70,8 @@ def main(args: argparse.Namespace) -> int:
     if args.bench is None:
         args.bench_help(sys.stderr)
         return 2
+    for path in filter(None, (args.json, args.report)):
+        check_writable(path)
     record = import_module(BENCHMARKS[args.bench][0]).run(args)
     record.show()
     if args.json:

@@ -59,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_workloads(args)
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
-    _check(args, 4 if emulation is None else emulation.nproc)
+    workers = 4 if emulation is None else emulation.nproc
+    _check(args, workers)
+    check_workloads(args, workers)
     climb: tuple[str, ...] = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
     if args.load is not None:
         climb = (FREE, LOADED, FREE)
@@ -81,14 +82,15 @@ def run(args: argparse.Namespace) -> Record:
                 gang.load(args.load if word == LOADED else None)
 
         def record() -> Record:
-            first = outcomes[args.model[0]]
+            steps_to_90 = [outcome["steps_to_90"] for outcome in outcomes.values()]
             summary = {
                 "climb": climb,
                 "load": args.load,
                 "steps": steps,
                 "goal": GOAL,
-                "steps_to_90": first["steps_to_90"],
-                "speedup_vs_uniform": first["speedup_vs_uniform"],
+                # The worst of the workloads.
+                "steps_to_90": None if None in steps_to_90 else max(steps_to_90),
+                "speedup_vs_uniform": min(outcome["speedup_vs_uniform"] for outcome in outcomes.values()),
                 "workloads": outcomes,
                 "emulation": gang.emulator.how,
             }
@@ -102,6 +104,8 @@ def run(args: argparse.Namespace) -> Record:
 
 
 def _check(args: argparse.Namespace, size: int) -> None:
+    if args.steps is not None and args.steps < 3:
+        raise InfeasibleError(f"--steps {args.steps} at each level are too few to see speed in: give 3 or more")
     if args.load is None and args.emulate:
         raise UsageError("--emulate here needs --load K: levels are of four equal workers")
     if args.load is not None and args.levels:

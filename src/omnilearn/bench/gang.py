@@ -117,7 +117,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
 class Gang:
     """Workers on this machine: ``size`` of them with equal shares, or those of an ``emulation``.
 
-    ``links`` gives each a network of its own with so many bit/s. ``keep_memory``: freed memory stays with the workers.
+    ``links`` gives each a network of its own with so many bit/s, and a ``latency`` in seconds. ``keep_memory``: freed
+    memory stays with the workers.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Gang:
         limited: bool = True,
         device: str = "cpu",
         links: Sequence[int] | None = None,
+        latency: float | None = None,
         emulation: Emulation | None = None,
         framework: str = "pytorch",
         keep_memory: bool = True,
@@ -136,7 +138,8 @@ class Gang:
         by_group = emulation is not None or not limited or "cpu" in cgroup.parents(["cpu"])
         if emulation is None:
             each = [(share[k] if limited else None, links[k] if links else None) for k in range(size)]
-            emulation = Emulation("equal shares", tuple(Worker(cpu=cpu, bandwidth=rate) for cpu, rate in each))
+            workers = (Worker(cpu=cpu, bandwidth=rate, latency=latency) for cpu, rate in each)
+            emulation = Emulation("equal shares", tuple(workers))
         else:
             share = tuple(worker.cpu or 1.0 for worker in emulation.workers)
         self.emulator = Emulator(emulation, by="auto" if by_group else "throttle")

@@ -17,24 +17,30 @@ from omnilearn.bench.record import Record, Row
 from omnilearn.bench.sync import BF16, Contest, Effort, pieces, worst
 from omnilearn.cluster import units
 
+MODELS = ("heavy", "chatty")
 RATES = ("1Gbit", "100Mbit", "20Mbit")
+LATENCY = "1ms"
 GOAL = {"vs_best_subset": 0.97}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, ("HL2",))
-    add_models(parser, ("heavy", "chatty"))
+    add_models(parser, MODELS)
     add_compress(parser)
     parser.add_argument("--rates", help=f"of every worker's link (default: {','.join(RATES)}; quick: 100Mbit)")
+    parser.add_argument(
+        "--latency", default=LATENCY, help=f"of every worker's link, where the kernel has netem (default: {LATENCY})"
+    )
     parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 4, quick: 2)")
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_workloads(args)
     words = args.rates.split(",") if args.rates else ["100Mbit"] if args.quick else list(RATES)
     rates = {word.strip(): units.rate("--rates", word) for word in words}
-    if args.quick:
-        args.model = args.model[:1]
+    latency = units.duration("--latency", args.latency)
+    if args.quick and args.model is MODELS:
+        args.model = MODELS[:1]
+    check_workloads(args, workers=4)
     how = Effort(
         rounds=args.rounds or (2 if args.quick else 4),
         block=6 if args.quick else 10,
@@ -52,7 +58,9 @@ def run(args: argparse.Namespace) -> Record:
     summary: dict[str, Any] = {"goal": GOAL, "links": {}}
     links = [next(iter(rates.values()))] * 4
     count = len(args.levels) * len(rates) * len(args.model) * pieces(how)
-    with Progress("network", count) as progress, Gang(4, links=links) as gang:
+    with Progress("network", count) as progress, Gang(4, links=links, latency=latency) as gang:
+        summary["emulation"] = gang.emulator.how
+        summary["latency"] = args.latency if gang.emulator.latency else "left out: this kernel has no netem"
         for level in args.levels:
             gang.level(level)
             for word, rate in rates.items():
@@ -67,8 +75,6 @@ def run(args: argparse.Namespace) -> Record:
                         outcomes[name] = contest.summary()
                         summary["links"][f"{level} {word}"] = worst(outcomes)
                         Record("network", rows, summary).keep(args.json)
-        summary["emulation"] = gang.emulator.how
-    summary["latency"] = "left out: rates only" if "netem" in summary["emulation"] else "not limited"
     found = [link["vs_best_subset"] for link in summary["links"].values()]
     summary["vs_best_subset"] = min((value for value in found if value is not None), default=None)
     return Record("network", rows, summary)

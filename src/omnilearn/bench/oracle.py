@@ -93,11 +93,12 @@ def search(gang: Gang, batch: int, least: int, *, quick: bool = False, say: Call
     bound = HOPELESS * min([*predicted.values(), *(found.seconds(split) for split in found.tried)])
     alone = min((split for split in splits if active(split) == 1), key=predicted.__getitem__, default=None)
     promising = sorted((s for s in splits if predicted[s] <= bound or s == alone), key=predicted.__getitem__)
-    found.left_out = len(splits) - len(promising)
-    for split in [*promising[:4], alone] if quick else promising:
-        if split is not None and split not in found.tried:
+    chosen = [s for s in promising if s == alone or s in promising[:4]] if quick else promising
+    found.left_out = len(splits) - len(chosen)
+    for split in chosen:
+        if split not in found.tried:
             try_out(split)
-    say(f"{len(promising)} sets of workers tried, {found.left_out} predicted to be {HOPELESS:g} times slower left out")
+    say(f"{len(chosen)} sets of workers tried, {found.left_out} left out that were predicted to be slower")
 
     for start in found.fastest(1 if quick else 2):
         # Once more with the lines corrected by what the workers needed in this very split.

@@ -6,6 +6,7 @@ host and no path, so that it can be published as it is. Measuring is left to the
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from omnilearn import __version__
-from omnilearn.errors import OmniLearnError
+from omnilearn.errors import OmniLearnError, UsageError
 
 SCHEMA = 1
 
@@ -137,6 +138,19 @@ class Record:
             kinds.setdefault(tuple(row), []).append(row)
         for columns, rows in kinds.items():
             table(columns, [[row[column] for column in columns] for row in rows], file=file)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise where that file could not be written: before long work is done for it, not after."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}: choose another path") from error
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, file: TextIO | None = None) -> None:

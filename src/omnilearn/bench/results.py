@@ -86,7 +86,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _spread(values: Sequence[float] | None) -> str:
-    return f"{cell(values[0])}–{cell(values[1])}" if values else "–"
+    return f"{cell(values[0])}–{cell(values[1])}" if values and None not in values else "–"
 
 
 def _percent(value: float) -> str:
@@ -152,8 +152,8 @@ def _sync(record: Data) -> list[str]:
 
 
 def _network(record: Data) -> list[str]:
-    links = record["summary"]["links"]
-    return [*_contest(links), *_others(links), *_measured(record)]
+    links, latency = record["summary"]["links"], record["summary"].get("latency", "not limited")
+    return [f"Latency of the links: {latency}.\n", *_contest(links), *_others(links), *_measured(record)]
 
 
 def _dynamic(record: Data) -> list[str]:
@@ -242,12 +242,14 @@ def _sent(summary: Data) -> str:
 def _ablation(record: Data) -> list[str]:
     summary = record["summary"]
     rows = [
-        [level, variant, own["seconds_to_accuracy"], own["seconds_per_epoch"], own["final_accuracy"],
+        [level, variant, own["seconds_to_accuracy"], _spread(own.get("seconds_to_accuracy_spread")),
+         own["seconds_per_epoch"], own["final_accuracy"], _spread(own.get("final_accuracy_spread")),
          summary["variants"][variant]]
         for level, variants in summary["levels"].items()
         for variant, own in variants.items()
     ]  # fmt: skip
-    columns = ["level", "variant", f"seconds to {summary['accuracy']}", "seconds per epoch", "final accuracy", ""]
+    columns = ["level", "variant", f"seconds to {summary['accuracy']}", "quartiles", "seconds per epoch",
+               "final accuracy", "quartiles", ""]  # fmt: skip
     return [
         f"Scikit-learn's digits, {summary['epochs']} epochs at most, {summary['seeds']} seeds. Left out: "
         f"{summary['left_out']}.\n",

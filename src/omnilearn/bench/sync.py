@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_workloads(args)
+    emulation = parse(args.emulate, None, cores()) if args.emulate else None
+    check_workloads(args, workers=emulation.nproc if emulation else 4)
     how = effort(args.quick)
     if args.compress:
         how = replace(how, policies=(*how.policies, BF16))
@@ -100,7 +101,6 @@ def run(args: argparse.Namespace) -> Record:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []
     summary: dict[str, Any] = {"goals": GOALS, "framework": args.framework, "effort": asdict(how), "levels": {}}
-    emulation = parse(args.emulate, None, cores()) if args.emulate else None
     levels = (args.emulate,) if args.emulate else args.levels
     with (
         Progress("sync", len(levels) * len(args.model) * pieces(how)) as progress,

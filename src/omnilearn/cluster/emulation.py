@@ -7,6 +7,7 @@ Pure: no process, no file but the one named. How the values are enforced is the 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ LEVELS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 USED = 0.9  # of the machine's cores; the rest is for the launcher and the system
 SMALLEST = 0.01  # cores; below this a worker would take minutes to import torch
+LARGEST = 1e6
 
 FORMS = "HL1, HL2, HL4, HL8 (or HL8-async), ratios like 6,6,4,32, cpu=0.5,1.2, mps=12,12,8,64, or a TOML file"
 
@@ -84,6 +86,10 @@ class Emulation:
         everybody = [*self.workers, *(worker for change in self.changes for _, worker in change.values)]
         return any(getattr(worker, name) is not None for worker in everybody for name in names)
 
+    def all_changes(self, worker: int) -> list[Worker]:
+        """The limits that ``worker`` gets in the course of time."""
+        return [limits for change in self.changes for k, limits in change.values if k == worker]
+
     def __str__(self) -> str:
         changes = f", {len(self.changes)} change{'s' * (len(self.changes) > 1)}" if self.changes else ""
         if all(worker == Worker(cpu=worker.cpu) and worker.cpu is not None for worker in self.workers):
@@ -100,11 +106,12 @@ def parse(spec: str, nproc: int | None, cores: float, mode: Mode = "sync") -> Em
     """
     spec = spec.strip()
     kind, equals, values = spec.partition("=")
-    if Path(spec).suffix == ".toml" or Path(spec).is_file():
+    is_level = spec.upper().startswith("HL") and not spec.endswith(".toml")
+    if spec.endswith(".toml") or (os.path.isfile(spec) and not is_level):
         from omnilearn.cluster.emulation_file import read
 
         emulation = read(Path(spec), nproc, cores, mode)
-    elif spec.upper().startswith("HL"):
+    elif is_level:
         emulation = Emulation(spec, tuple(Worker(cpu=share) for share in level(spec, cores, mode)))
     elif equals and kind.strip() == "cpu":
         emulation = Emulation(spec, tuple(Worker(cpu=share) for share in numbers(values, spec)))
@@ -145,8 +152,8 @@ def numbers(text: str, spec: str) -> tuple[float, ...]:
             values.append(float(word))
         except ValueError:
             raise InfeasibleError(f"{word.strip()!r} in emulation {spec!r} is not a number") from None
-        if not (math.isfinite(values[-1]) and values[-1] > 0):
-            raise InfeasibleError(f"{word.strip()!r} in emulation {spec!r} must be above zero")
+        if not 0 < values[-1] <= LARGEST:
+            raise InfeasibleError(f"{word.strip()!r} in emulation {spec!r} must be above zero, and at most {LARGEST:g}")
     return tuple(values)
 
 
@@ -154,6 +161,13 @@ def check(emulation: Emulation, cores: float) -> None:
     """Raise if the machine is too small for the cluster, at the start or after any change."""
     workers = list(emulation.workers)
     _check(emulation.spec, workers, cores, "")
+    if len({change.at_second is None for change in emulation.changes}) > 1:
+        most = [
+            replace(worker, cpu=max(own, default=None))
+            for k, worker in enumerate(workers)
+            for own in [[w.cpu for w in (worker, *emulation.all_changes(k)) if w.cpu is not None]]
+        ]
+        _check(emulation.spec, most, cores, " at most: changes by step and by second may come in any order;")
     for change in emulation.changes:
         for index, worker in change.values:
             workers[index] = workers[index].merged(worker)

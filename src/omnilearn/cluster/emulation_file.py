@@ -23,7 +23,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def read(path: Path, nproc: int | None, cores: float, mode: str) -> Emulation:
-    """The emulation in the file; a file without workers but with ``level`` changes is the level's four."""
+    """The emulation in the file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

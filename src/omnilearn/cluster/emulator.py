@@ -26,12 +26,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from omnilearn.cluster import cgroup, mps, netns, worker
+from omnilearn.cluster import cgroup, mps, netns, units, worker
 from omnilearn.cluster.emulation import Change, Emulation, Worker, check
 from omnilearn.cluster.owner import PREFIX, is_stale, new_name
-from omnilearn.cluster.resources import cores
+from omnilearn.cluster.resources import cores, has_card, ram
 from omnilearn.cluster.throttle import Throttle
-from omnilearn.errors import OmniLearnError, UsageError
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 
 By = Literal["auto", "cgroup", "affinity", "throttle"]
 POLL = 0.005  # seconds between looks at the progress file
@@ -100,6 +100,8 @@ class Emulator:
                 self._undo.callback(netns.remove, name)
                 self._network = netns.Network(name, self._now)
                 self.host_address = self._network.host_address
+            if any(worker.device == "cuda" for worker in self._now) and not has_card():
+                raise UsageError(f"emulation {self.emulation.spec!r} has workers on a card, and there is none here")
             if self.emulation.uses("mps"):
                 if reason := mps.unavailable():
                     raise UsageError(f"{reason}: emulate CPU shares instead (HL8, cpu=…)")
@@ -128,6 +130,12 @@ class Emulator:
             self.mechanism = self._choose_cpu("cpu" in parents)
             if self.mechanism != "cgroup":
                 parents.pop("cpu", None)
+        for k, limits in enumerate(self._now):
+            if limits.memory is not None and limits.memory > (here := ram()) > 0:
+                raise InfeasibleError(
+                    f"worker {k} of emulation {self.emulation.spec!r} gets {units.show_size(limits.memory)} of memory, "
+                    f"this machine has {units.show_size(here)}: ask for less"
+                )
         for k, limits in enumerate(self._now if parents else []):
             self._groups.append(cgroup.Group(f"{name}-{k}", parents))
             self._undo.callback(self._groups[-1].remove)
@@ -243,7 +251,7 @@ class Emulator:
         """The mechanisms in use, in words."""
         parts = {
             "cgroup": ["CPU by control groups"],
-            "affinity": [f"CPU by pinning to cores {self._affinity}"],
+            "affinity": [f"CPU by pinning to cores {self._affinity}{self._rounded()}"],
             "throttle": ["CPU by stopping and continuing workers, 20 ms period; control groups need root"],
         }.get(self.mechanism, [])
         if self._groups and self.emulation.uses("memory"):
@@ -255,6 +263,17 @@ class Emulator:
         if self._mps is not None:
             parts.append("card by CUDA MPS")
         return ", ".join(parts)
+
+    @property
+    def latency(self) -> bool:
+        """Whether latencies that were asked for are in force: they need the kernel's netem."""
+        return self._network is not None and self.emulation.uses("latency") and self._network.latency
+
+    def _rounded(self) -> str:
+        asked = [limits.cpu or 0.0 for limits in self._now]
+        if all(share == len(own) for share, own in zip(asked, self._affinity, strict=False)):
+            return ""
+        return f", whole ones instead of {', '.join(f'{share:.4g}' for share in asked)}; control groups need root"
 
     @property
     def limits(self) -> tuple[Worker, ...]:

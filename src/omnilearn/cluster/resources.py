@@ -46,7 +46,7 @@ def detect(device: str = "cpu", measure: bool = False) -> Resources:
     """What is here. ``cores`` is the smaller of affinity and quota; ``measure`` fills ``flops`` (0.1 s)."""
     kind = device.partition(":")[0]
     if kind == "cpu":
-        name, uuid, memory = _cpu_name(), "", _ram()
+        name, uuid, memory = _cpu_name(), "", ram()
     else:
         name, uuid, memory = _card(device)
     found = Resources(socket.gethostname(), cores(), kind, name, uuid, memory)
@@ -134,7 +134,17 @@ def peak_memory() -> int:
     return most if sys.platform == "darwin" else 1024 * most
 
 
-def _ram() -> int:
+def has_card() -> bool:
+    """Whether a CUDA card is here; without PyTorch nobody knows, and True."""
+    try:
+        import torch
+    except ImportError:
+        return True
+    return bool(torch.cuda.is_available())
+
+
+def ram() -> int:
+    """The machine's memory, or what this process may use of it, in bytes."""
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup.memory_limit()
     return ram if limit is None else min(ram, limit)

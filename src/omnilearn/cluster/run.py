@@ -150,13 +150,13 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError(f"--nproc {nproc}: at least one worker is needed")
     emulation = _emulation(args, nproc, single)
     args.nproc_per_node = str(emulation.nproc)
-    log_dir = make_log_dir(args.log_dir)
-    args.log_dir = str(log_dir / "logs")
     if args.redirects == "0" and args.tee == "0":
         args.tee = "3"
     if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         args.shutdown_timeout = 5
     with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
+        log_dir = make_log_dir(args.log_dir)
+        args.log_dir = str(log_dir / "logs")
         if single:
             # A free port on this machine, as torchrun --standalone; the workers' way to it may be a bridge.
             args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", "run"
@@ -187,11 +187,13 @@ def _ended(code: int, log_dir: Path) -> int:
 def _main_tensorflow(args: argparse.Namespace) -> int:
     nproc = tf_run.check(args, args.torchrun_defaults)
     emulation = _emulation(args, nproc, single=True)
-    log_dir = make_log_dir(args.log_dir)
-    os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
-    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator, beside(log_dir, live=args.live):
-        code = tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
+    with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
+        log_dir = make_log_dir(args.log_dir)
+        os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
+        # After the emulation was prepared: its workers have their own numbers.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
+        with beside(log_dir, live=args.live):
+            code = tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
     return _ended(code, log_dir)
 
 

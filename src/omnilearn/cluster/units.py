@@ -27,7 +27,10 @@ def _parse(what: str, text: object, units: Mapping[str, float], example: str) ->
 
 def size(what: str, text: object) -> int:
     """Bytes: "512MB", "2GiB" or a number."""
-    return int(_parse(what, text, SIZES, "2GB"))
+    value = int(_parse(what, text, SIZES, "2GB"))
+    if not value:
+        raise InfeasibleError(f"{what} {text!r} is less than a byte: write it like '2GB'")
+    return value
 
 
 def rate(what: str, text: object) -> int:

@@ -181,30 +181,32 @@ class Curves:
             return self._fit(b, t, measured)
 
     def _fit(self, b: Floats, t: Floats, measured: npt.NDArray[np.bool_]) -> Curves:
+        # Arrays are small, and what numpy is called for counts: what happens rarely is computed only when it does.
         first = measured & (self.seen == 0)
-        b, t = (
-            np.where(measured, b, 1.0),
-            np.where(measured, t, 1.0),
-        )  # the rest is computed too, and left out below
-        # A first measurement sets the line: through it, and proportional to b.
-        alpha = np.where(first, 0.0, self.alpha)
-        beta = np.where(first, t / np.maximum(b, 1), self.beta)
+        if not measured.all():  # the rest is computed too, and left out below
+            b, t = np.where(measured, b, 1.0), np.where(measured, t, 1.0)
+        alpha, beta, beginning = self.alpha, self.beta, bool(first.any())
+        if beginning:  # a first measurement sets the line: through it, and proportional to b
+            alpha = np.where(first, 0.0, alpha)
+            beta = np.where(first, t / np.maximum(b, 1), beta)
         fixed = passes(b, self.micro)
         predicted = alpha * fixed + beta * b
         one, x = fixed / predicted, b / predicted  # the regressors, on the scale of relative errors
         error = t / predicted - 1
 
         floor = PRIOR * one * one
-        info = np.where(first, np.stack([floor, 0 * floor, 0 * floor]), self.info)
-        aa, ab, bb = info
+        aa, ab, bb = np.where(first, np.stack([floor, 0 * floor, 0 * floor]), self.info) if beginning else self.info
         spread = (bb * one * one - 2 * ab * one * x + aa * x * x) / (aa * bb - ab * ab)
         spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
         deviation = self.noise * np.sqrt(1 + spread)
         outlier = measured & ~first & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
         ratio = np.where(measured, t / predicted, 1.0)
-        alike = np.abs(np.log(np.maximum(ratio, 1e-9) / self.suspect)) < np.log(SAME_CHANGE)
-        changed = outlier & (self.suspect != 1) & ((ratio > 1) == (self.suspect > 1)) & alike
-        inlier = measured & ~outlier
+        changed, inlier = outlier, measured
+        if outlier.any():
+            again = ratio / self.suspect
+            alike = (again < SAME_CHANGE) & (again > 1 / SAME_CHANGE)
+            changed = outlier & (self.suspect != 1) & ((ratio > 1) == (self.suspect > 1)) & alike
+            inlier = measured & ~outlier
 
         # Ordinary measurements: recursive least squares with a floor under the information on α.
         aa = np.where(inlier, FORGET * aa + (1 - FORGET) * floor + one * one, aa)
@@ -216,39 +218,41 @@ class Curves:
         beta = beta + step * (aa * x - ab * one)
         # Back inside α ≥ 0, β > 0 along the direction the data cares least about.
         least = FLAT * np.where(inlier, t, predicted) / np.maximum(b, 1)
-        low = inlier & (alpha < 0)
-        beta = np.where(low, beta + ab * alpha / bb, beta)
-        alpha = np.where(low, 0.0, alpha)
-        flat = inlier & (beta < least)
-        alpha = np.where(flat, np.maximum(alpha + ab * (beta - least) / aa, 0.0), alpha)
-        beta = np.where(flat, least, beta)
+        if (low := inlier & (alpha < 0)).any():
+            beta = np.where(low, beta + ab * alpha / bb, beta)
+            alpha = np.where(low, 0.0, alpha)
+        if (flat := inlier & (beta < least)).any():
+            alpha = np.where(flat, np.maximum(alpha + ab * (beta - least) / aa, 0.0), alpha)
+            beta = np.where(flat, least, beta)
 
-        # A confirmed change of speed: the line scaled to the two measurements, and as uncertain as after the first.
-        shift = np.where(changed, np.sqrt(ratio * self.suspect), 1.0)
         # Errors that all go one way: a change too small to stand out from the noise at once.
         # At another batch than before it is the line's slope that is wrong, and least squares put that right.
         past = np.where(b == self.at, self.bias, 0.0)
         bias = np.where(inlier & ~first, RECENT * past + (1 - RECENT) * error, self.bias)
         drifted = inlier & (self.seen >= KNOWN) & (np.abs(bias) > np.maximum(DRIFT * deviation, DRIFT_FLOOR))
-        shift = np.where(drifted, 1 + bias, shift)
-        alpha, beta = np.where(drifted, self.alpha, alpha), np.where(drifted, self.beta, beta)
-        changed |= drifted
-        now = predicted * shift
-        prior = np.where(drifted, SHAPE, PRIOR)
-        # One measurement, and a little about the line's shape: it was scaled, α and β alike.
-        one, x = fixed / now, b / now
-        u, v = alpha * shift * one, beta * shift * x
-        fresh = np.stack([(1 + prior * v * v) * one * one, (1 - prior * u * v) * one * x, (1 + prior * u * u) * x * x])
-        info = np.where(changed, fresh, np.stack([aa, ab, bb]))
+        info = np.stack([aa, ab, bb])
+        changed = changed | drifted
+        if changed.any():
+            # The line scaled to the measurements that showed it, and as uncertain as after the first.
+            shift = np.where(drifted, 1 + bias, np.where(changed, np.sqrt(ratio * self.suspect), 1.0))
+            alpha = np.where(drifted, self.alpha, alpha) * shift
+            beta = np.where(drifted, self.beta, beta) * shift
+            now, prior = predicted * shift, np.where(drifted, SHAPE, PRIOR)
+            # One measurement, and a little about the line's shape: it was scaled, α and β alike.
+            one, x = fixed / now, b / now
+            u, v = alpha * one, beta * x
+            own = [(1 + prior * v * v) * one * one, (1 - prior * u * v) * one * x, (1 + prior * u * u) * x * x]
+            info = np.where(changed, np.stack(own), info)
+            bias = np.where(changed, 0.0, bias)
         calm = np.minimum(np.abs(error) / np.sqrt(1 + spread), GATE_FLOOR)
         noise = np.where(inlier & ~first, 0.9 * self.noise + 0.1 * 1.25 * calm, self.noise)
         return Curves(
-            alpha=alpha * shift,
-            beta=beta * shift,
+            alpha=alpha,
+            beta=beta,
             info=np.where(measured, info, self.info),
             noise=np.maximum(noise, NOISE_FLOOR),
             suspect=np.where(outlier & ~changed, ratio, np.where(measured, 1.0, self.suspect)),
-            bias=np.where(changed, 0.0, bias),
+            bias=bias,
             seen=self.seen + (inlier | changed),
             changes=self.changes + changed,
             at=np.where(inlier | changed, b, self.at),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from omnilearn.control.curves import GATE, GATE_FLOOR, Curves
-from omnilearn.control.policy import Report, State
+from omnilearn.control.policy import Report, State, median
 from omnilearn.control.problem import Ints, Plan, Problem
 from omnilearn.control.subsets import Workers
 
@@ -58,7 +58,7 @@ class Refuted:
         """
         changed = self.failures == 1 and step >= self.since + REFUTED
         seconds = self.seconds * (predicted / self.predicted if changed else 1.0)
-        return step < self.until and not (times and np.median(times) > 1.1 * seconds)
+        return step < self.until and not (times and median(times) > 1.1 * seconds)
 
 
 @dataclass(frozen=True)
@@ -132,24 +132,26 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
     speeding = pulse / np.where(state.plan.sizes > 0, 1.0, np.asarray(state.pulse or (1.0,)))
     if np.any(speeding != 1):
         curves = curves.scaled(1 / speeding)
-        # A reduction waits for its slowest member too: what was measured with slower members is too much now.
-        faster = float(speeding.max())
-        cost = [c if c is None or n <= len(state.plan.active) else c / max(faster, 1.0) for n, c in enumerate(cost)]
+        # A reduction waits for its slowest member too: with members that are faster now it takes less.
+        faster = max(float(speeding.max()), 1.0) * min(float(speeding.min()), 1.0)
+        cost = [c if c is None or n <= len(state.plan.active) else c / faster for n, c in enumerate(cost)]
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
         changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), busy)
         if np.any(curves.changes > changes):
             times = []  # those of other speeds
         n = int((batches > 0).sum())
+        if not 0 < n == measured.sum():
+            continue
+        step = float((busy + wait)[measured].max())
         steady = bool(np.all(curves.suspect[measured] == 1)) and np.array_equal(curves.changes, changes)
-        if 0 < n == measured.sum() and (steady or cost[n] is None):
+        if steady or cost[n] is None:
             # What acting together adds to the slowest worker's expected time: the reduction, and that every worker is
             # late now and then.
-            step = float((busy + wait)[measured].max())
             together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
             known = cost[n]
             cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
-        if tuple(batches.tolist()) == state.plan.batches and 0 < n == measured.sum():
-            times.append(float((busy + wait)[measured].max()))
+        if np.array_equal(batches, state.plan.sizes):
+            times.append(step)
     return replace(
         state,
         curves=curves,
@@ -168,7 +170,8 @@ def _condensed(report: Report) -> Report:
         return report
     each = len(batches) // ENTRIES
     own, all_of_it = report.busy[-each * ENTRIES :], (report.busy + report.wait)[-each * ENTRIES :]
-    busy, whole = np.median(np.stack([own, all_of_it]).reshape(2, ENTRIES, each, -1), axis=2)
+    ordered = np.sort(np.stack([own, all_of_it]).reshape(2, ENTRIES, each, -1), axis=2)
+    busy, whole = (ordered[:, :, (each - 1) // 2] + ordered[:, :, each // 2]) / 2
     return Report.of(
         batches[:ENTRIES], busy, np.maximum(whole - busy, 0.0), measured=measured[:ENTRIES], pulse=report.pulse
     )
@@ -180,5 +183,5 @@ def nominal(problem: Problem, state: OptimalState) -> Curves:
     unseen, on = curves.seen == 0, batches > 0
     if not unseen.any():
         return curves
-    pace = float(np.median(curves.times(batches)[on] / batches[on] * problem.speeds[on]))
+    pace = median((curves.times(batches)[on] / batches[on] * problem.speeds[on]).tolist())
     return replace(curves, beta=np.where(unseen, pace / problem.speeds, curves.beta))

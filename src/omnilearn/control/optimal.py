@@ -22,7 +22,7 @@ import numpy as np
 from omnilearn.control.allocate import allocate
 from omnilearn.control.curves import FORGET, Curves
 from omnilearn.control.evidence import LONGEST_TRIAL, REFUTED, SETTLED, OptimalState, Refuted, Trial, nominal, take_in
-from omnilearn.control.policy import Report, State, as_plan, saved_plan, share
+from omnilearn.control.policy import Report, State, as_plan, median, saved_plan, share
 from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import (
     Workers,
@@ -121,7 +121,7 @@ class Optimal:
             wanted = self._another_set(problem, state, cost, then if rebalance else now)
             if wanted is not None:
                 batches, reason = wanted
-                measured = float(np.median(state.times)) if state.times else now
+                measured = median(state.times) if state.times else now
                 baseline = min(measured, then) if rebalance else measured
                 trial = Trial(before=plan, baseline=baseline, steps=max(len(state.times), 1))
                 after = replace(state, trial=trial, changed_at=state.steps)
@@ -130,7 +130,8 @@ class Optimal:
             return _follow(state, as_plan(balanced, "rebalance", then, now))
         if (moved := self._excite(problem, state)) is not None:
             return _follow(replace(state, excitements=state.excitements + 1), as_plan(moved, LEARN))
-        return replace(state, settled=state.settled + 1)
+        # A plan that was decided takes effect after what is prefetched: only then it begins to hold.
+        return replace(state, settled=state.settled + bool(state.times))
 
     def _worth(self, curves: Curves, active: Workers) -> float:
         """The least predicted gain that is not just noise."""
@@ -166,8 +167,9 @@ class Optimal:
         # Lines still change, or there is little to compare a trial with.
         hurried = moving or len(state.times) < self.trial_steps
         noise = float(np.max(curves.noise[list(active)]))
-        hopeless = 1 - at_very_best(problem, curves, cost) / now < (MUCH if hurried else TIE)
-        for candidate in () if hopeless else _candidates(problem, state, cost):
+        bound = (1 - (MUCH if hurried else TIE)) * now
+        hopeless = at_very_best(problem, curves, cost) > bound
+        for candidate in () if hopeless else _candidates(problem, state, cost, bound):
             workers = members(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
@@ -180,11 +182,12 @@ class Optimal:
             if workers in refused and refused[workers].stands(state.steps, state.times, then):
                 continue
             return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
-        return _worth_a_look(problem, state, cost, now, early)
+        return _worth_a_look(problem, state, cost, now, early) if len(state.times) >= self.trial_steps else None
 
     def _ask_again(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
         """A plan with the parked in it, where they were not heard of for long enough."""
-        if not state.plan.parked or not feasible(problem, asked := _asked(problem, state)):
+        waited = state.steps - state.changed_at
+        if not state.plan.parked or waited < FIRST_ASK or not feasible(problem, asked := _asked(problem, state)):
             return None
         curves, refused = state.curves, dict(state.refuted)
         everybody = split_over(problem, curves, asked)
@@ -194,29 +197,34 @@ class Optimal:
         failures = refused[asked].failures if asked in refused else 0
         longest = max(500, state.price / PROBE_BUDGET)
         patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
-        return (everybody, "ask the parked again") if state.steps - state.changed_at >= patience else None
+        return (everybody, "ask the parked again") if waited >= patience else None
 
     def _judge(self, problem: Problem, state: OptimalState) -> OptimalState:
         """During a trial: settle the batches, then let the measured step time decide."""
-        trial, curves, plan = state.trial, state.curves, state.plan
+        trial, plan = state.trial, state.plan
         assert trial is not None
-        cost = expected_cost(state.reduce_cost)
+        curves, cost = state.curves.pooled(plan.sizes), expected_cost(state.reduce_cost)
         count = len(state.times)
-        measured = float(np.median(state.times)) if count else 0.0
+        measured = median(state.times) if count else 0.0
         doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
         unclear = abs(1 - measured / trial.baseline) < doubt
         if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
+            if not (trial.rebalances and state.times):
+                return state
+            now, least = predicted(plan.sizes, curves, cost), self._worth(curves, plan.active)
+            if 1 - at_best(problem, curves, plan.active, cost) / now <= least:
+                return state
             balanced = split_over(problem, curves, plan.active)
-            now, then = predicted(plan.sizes, curves, cost), predicted(balanced, curves, cost)
-            if trial.rebalances and 1 - then / now > self._worth(curves, plan.active) and state.times:
-                trial = replace(trial, rebalances=trial.rebalances - 1)
-                return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
-            return state
+            then = predicted(balanced, curves, cost)
+            if 1 - then / now <= least:
+                return state
+            trial = replace(trial, rebalances=trial.rebalances - 1)
+            return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
         price = count * measured / trial.baseline
         if measured < 0.99 * trial.baseline:
             kept = replace(plan, reason=plan.reason.replace("try", "kept"))
             return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
-        back = split_over(problem, curves, trial.before.active)
+        back = split_over(problem, state.curves.pooled(trial.before.sizes), trial.before.active)
         workers, refused = plan.active, dict(state.refuted)
         failures = refused[workers].failures + 1 if workers in refused else 1
         refused[workers] = Refuted(
@@ -230,15 +238,20 @@ class Optimal:
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
 
-def _candidates(problem: Problem, state: OptimalState, cost: Floats) -> list[Ints]:
-    """Splits over other sets of workers, the one predicted to be the fastest first."""
+def _candidates(problem: Problem, state: OptimalState, cost: Floats, bound: float) -> list[Ints]:
+    """Splits over other sets of workers, the one predicted to be the fastest first; those slower than ``bound`` may
+    be left out."""
     curves, refused, active = state.curves, dict(state.refuted), set(state.plan.active)
     candidates = [allocate(problem, curves.alpha, curves.beta, cost)]
     # Where the best set was refuted: the best of those with one worker more or less, and the fastest alone.
     if members(candidates[0]) in refused and problem.workers <= 64:
         fastest = int(np.argmin(curves.times(np.full(problem.workers, problem.global_batch))))
         near = [(fastest,), *(tuple(sorted(active ^ {k})) for k in range(problem.workers))]
-        candidates += [split_over(problem, curves, others) for others in near if others and feasible(problem, others)]
+        candidates += [
+            split_over(problem, curves, others)
+            for others in near
+            if others and feasible(problem, others) and at_best(problem, curves, others, cost) <= bound
+        ]
         # Among equally fast ones the workers' own times decide, not their positions.
         candidates.sort(key=lambda b: (predicted(b, curves, cost), sorted(curves.times(b)[b > 0].tolist())))
     return candidates
@@ -255,7 +268,7 @@ def _worth_a_look(
         return fewer, "park: try"
     # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
     # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
-    if state.plan.parked:
+    if state.plan.parked and None in state.reduce_cost[len(active) + 1 :]:
         hopeful = np.maximum.accumulate([c or 0.0 for c in state.reduce_cost])
         batches = allocate(problem, curves.alpha, curves.beta, hopeful)
         workers = members(batches)
@@ -279,7 +292,7 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
         shares = np.full(problem.workers, problem.global_batch / n)
         times = np.maximum(curves.times(shares), at_least(shares, curves))[active]
         workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
-        if feasible(problem, workers):
+        if feasible(problem, workers) and at_best(problem, curves, workers, cost) < BEARABLE * now:
             looks.append(split_over(problem, curves, workers))
     best = min(looks, key=lambda b: cautious(b, curves, cost, early=True), default=None)
     return best if best is not None and cautious(best, curves, cost, early=True) < BEARABLE * now else None
@@ -288,8 +301,10 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
 def _asked(problem: Problem, state: OptimalState) -> Workers:
     """Everybody; where the minimums of all are too much, the parked first, and of them those never measured."""
     low, _ = problem.units
+    total = problem.global_batch // problem.multiple_of
     order = np.lexsort((-problem.speeds, state.curves.seen, state.plan.sizes > 0))
-    fit = int(np.searchsorted(np.cumsum(low[order]), problem.global_batch // problem.multiple_of, side="right"))
+    order = order[low[order] <= total]  # the others can never take part
+    fit = int(np.searchsorted(np.cumsum(low[order]), total, side="right"))
     return tuple(sorted(order[:fit].tolist()))
 
 
@@ -298,9 +313,9 @@ def _follow(state: OptimalState, plan: Plan) -> OptimalState:
 
 
 def _interval(state: OptimalState) -> int:
-    """Steps until the next report: while things move every 2 to 4, about ten a second; else five a second, 4 to 32."""
+    """Steps until the next report: while things move every 2 to 4, else 4 to 32; longer steps, more often."""
     batches = state.plan.sizes
-    step = float(np.median(state.times) if state.times else state.curves.times(batches)[batches > 0].max())
+    step = max(median(state.times) if state.times else float(state.curves.times(batches)[batches > 0].max()), 1e-6)
     if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
-        return int(np.clip(ceil(0.1 / max(step, 1e-6)), 2, 4))
-    return int(np.clip(ceil(0.2 / max(step, 1e-6)), 4, 32))
+        return min(max(ceil(0.1 / step), 2), 4)
+    return min(max(ceil(0.2 / step), 4), 32)

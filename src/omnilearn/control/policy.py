@@ -119,6 +119,16 @@ def share(problem: Problem, weights: Floats) -> Ints:
     return apportion(weights, total, low, high) * problem.multiple_of
 
 
+def median(values: Sequence[float]) -> float:
+    """
+    >>> median([3, 1, 2]), median((1, 2))
+    (2.0, 1.5)
+    """
+    # The first np.median imports numpy.ma, which takes as long as many a step.
+    ordered, n = sorted(values), len(values)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
 def as_plan(batches: Ints, reason: str, predicted: float | None = None, instead_of: float | None = None) -> Plan:
     return Plan(tuple(np.asarray(batches).tolist()), reason, predicted, instead_of)
 

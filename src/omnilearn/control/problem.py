@@ -123,7 +123,7 @@ class Problem:
     def workers(self) -> int:
         return len(self.minimum)
 
-    @property
+    @cached_property
     def units(self) -> tuple[Ints, Ints]:
         """Minimum and maximum per worker, counted in multiples; a maximum is the global batch at most.
 

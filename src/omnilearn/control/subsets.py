@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnilearn.control.allocate import allocate, step_time
-from omnilearn.control.curves import Curves
+from omnilearn.control.curves import Curves, passes
 from omnilearn.control.problem import Floats, Ints, Problem
 
 LEAP = 2.0
@@ -33,7 +33,7 @@ def at_best(problem: Problem, curves: Curves, workers: Workers, cost: Floats) ->
 
 def at_very_best(problem: Problem, curves: Curves, cost: Floats) -> float:
     """Seconds of a step below which no split over any set of workers comes. Quicker to tell than which set is best."""
-    speed, order = 1 / curves.beta, np.argsort(curves.alpha)
+    speed, order = 1 / curves.beta, np.argsort(curves.alpha, kind="stable")
     alone = problem.global_batch + np.cumsum((curves.alpha * speed)[order])
     shared = float((alone / np.cumsum(speed[order])).min())  # by all who are worth it, if acting together cost nothing
     fastest = problem.global_batch / np.cumsum(np.sort(speed)[::-1]) + curves.alpha.min()  # n of them
@@ -86,12 +86,16 @@ def split_over(problem: Problem, curves: Curves, workers: Workers) -> Ints:
     of that: for such a leap, at least half of the time is taken to grow with the batch.
     """
     k, batches = np.asarray(workers, dtype=np.int64), np.zeros(problem.workers, dtype=np.int64)
+    if len(k) == 1:
+        batches[k] = problem.global_batch
+        return batches
     inside, alpha, beta, at = restricted(problem, workers), curves.alpha[k], curves.beta[k], curves.at[k]
     batches[k] = allocate(inside, alpha, beta)
     steeper = np.where(at > 0, curves.times(curves.at)[k] / (2 * np.maximum(at, 1.0)), 0.0)
     if np.any((steeper > beta) & (batches[k] > LEAP * at)):
         steeper = np.maximum(steeper, beta)
-        batches[k] = allocate(inside, np.maximum(alpha - (steeper - beta) * at, 0.0), steeper)
+        fixed = alpha - (steeper - beta) * at / passes(at, inside.micro)
+        batches[k] = allocate(inside, np.maximum(fixed, 0.0), steeper)
     return batches
 
 

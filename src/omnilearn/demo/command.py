@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnilearn.bench.record import Record
+from omnilearn.bench.record import Record, check_writable
 from omnilearn.cluster import emulation as emulations
+from omnilearn.cluster.emulator import Emulator
 from omnilearn.cluster.launch import Interrupted, signals_raise
 from omnilearn.cluster.resources import cores
 from omnilearn.cluster.run import make_log_dir
@@ -102,9 +103,9 @@ def _main(args: argparse.Namespace) -> int:
 
     for module, name in (("sklearn", "scikit-learn"), ("torch", "PyTorch")):
         if importlib.util.find_spec(module) is None:
-            raise UsageError(
-                f"the demo needs {name}: pip install -e '.[demo]' (or pip install 'omnilearn-train[demo]')"
-            )
+            raise UsageError(f"the demo needs {name}: pip install -e '.[demo]' in a checkout of OmniLearn")
+    if args.json:
+        check_writable(args.json)
     size = replace(QUICK if args.quick else FULL, mode=args.mode)
     args.emulate = args.emulate or ("HL8" if args.mode == "sync" else "HL8-async")
     try:
@@ -139,7 +140,8 @@ def _cluster(spec: str) -> emulations.Emulation:
         raise UsageError(f"--emulate {spec}: the demo trains on CPUs: give every worker cores, as HL8 does")
     if emulation.nproc < 2:
         raise UsageError(f"--emulate {spec}: one worker alone has nobody to wait for: give two or more")
-    return emulation
+    with Emulator(emulation):  # says now if this machine does not allow it
+        return emulation
 
 
 def _load() -> float:

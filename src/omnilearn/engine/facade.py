@@ -198,9 +198,9 @@ class Facade(ABC):
         engine = self._engine
         if saved["workers"] == self.world_size and saved["kind"] == type(self._policy).__name__:
             restored = self._policy.restore(engine.planner.problem, saved)
-            engine.planner.reset(restored, position["step"] if position else 0)
+            engine.planner.restore(restored, position["step"] if position else 0)
         elif position:
-            engine.planner.reset(engine.planner.state, position["step"])
+            engine.planner.restore(engine.planner.state, position["step"])
         if position:
             engine.step = position["step"]
             if self._sources:

@@ -67,6 +67,11 @@ class SyncLoop(ABC):
         return self.rank in self.active
 
     @property
+    def idle(self) -> bool:
+        """Whether this rank is parked."""
+        return bool(self.active) and not self.takes_part
+
+    @property
     def parked(self) -> Workers:
         """Those who wait until they are called back (nobody, before the first step)."""
         return tuple(rank for rank in self.everybody if rank not in self.active) if self.active else ()
@@ -93,8 +98,7 @@ class SyncLoop(ABC):
 
     def begin_step(self, source: Source) -> bool:
         """False: the others have left the loop."""
-        idle = bool(self.active) and not self.takes_part
-        goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, idle))
+        goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, self.idle))
         self._asked = time.perf_counter()
         return goes_on
 
@@ -169,7 +173,7 @@ class SyncLoop(ABC):
         """Whether the loop goes on. The parked run ahead, and must not do alone what they do with the others."""
         if not self.parked:
             return True
-        return self._goes_on(source, self.planner.confirm(source.sampler, source.horizon))
+        return self._goes_on(source, self.planner.confirm(source.sampler, source.horizon, self.idle))
 
     def _goes_on(self, source: Source, stop: Stop | None) -> bool:
         if stop is not None:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +32,8 @@ PULSE_EVERY = 5.0
 LONGEST_LOOK = 10.0
 PULSE_CHANGE = 1.4
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
-HEADER = 5
+HEADER = 6
+"""Where the others left the loop (2), pulse, memory (2), and a checksum of the plan in force."""
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -123,6 +125,7 @@ class Planner:
         self.state: State = policy.start(problem)
         self._rows: list[_Row] = []
         self._sizes = Sizes()
+        self._micro: Any = None  # everybody's largest micro-batch, as last heard
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
         self._alone_since = time.monotonic()
@@ -137,8 +140,13 @@ class Planner:
     def plan(self) -> Plan:
         return self.state.plan
 
-    def reset(self, state: State, step: int) -> None:
-        """Go on from a restored state at ``step``."""
+    def restore(self, state: State, step: int) -> None:
+        """Go on from a restored state at ``step``. By all ranks: what they were telling each other is forgotten."""
+        self._forget_exchange()
+        self._pulse.forget()
+        self._reset(state, step)
+
+    def _reset(self, state: State, step: int) -> None:
         self.state, self._reported, self._next = state, step, step + state.interval
         self._logged = step
         self._rows.clear()
@@ -169,10 +177,10 @@ class Planner:
             self._begin(step, idle)
         return None
 
-    def confirm(self, sampler: Sampler, horizon: int) -> Stop | None:
+    def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
         """An exchange here and now. Before anything the parked do together with the others: those may have left."""
         if self._exchange is None:
-            self._begin(sampler.step, idle=False)
+            self._begin(sampler.step, idle, look=False)
         return self._finish(sampler, horizon)
 
     def leave(self, sampler: Sampler, horizon: int) -> None:
@@ -187,12 +195,15 @@ class Planner:
         self._pulse.end()
         self._log_rest(keep=0)
         self._story.curves(self.state, self._logged, now=True)
+        self._forget_exchange()
+
+    def _forget_exchange(self) -> None:
         if self._exchange is not None:
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self._exchange.answers()
             self._exchange = None
 
-    def _begin(self, step: int, idle: bool, stop: Stop | None = None) -> None:
+    def _begin(self, step: int, idle: bool, stop: Stop | None = None, look: bool = True) -> None:
         expected = self._next - self._reported  # also where it comes earlier: all must send the same length
         keep = self._hold_back if stop is None else 0
         rows = self._rows[: len(self._rows) - keep]
@@ -202,6 +213,7 @@ class Planner:
             sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
             self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
+        sent[5] = zlib.crc32(self.plan.sizes.tobytes())
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
         for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
@@ -211,18 +223,23 @@ class Planner:
         self._log_steps(rows, timings)
         self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent))
         self._reported = step
-        if idle:  # nobody waits for what is found: it goes out with the next exchange
+        if idle and look:  # nobody waits for what is found: it goes out with the next exchange
             self._pulse.look()
 
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
         table = exchange.answers()
+        if np.any(table[:, 5] != table[0, 5]):
+            raise OmniLearnError(
+                "the ranks do not agree on the plan in force, though each computes it from the same timings: are their "
+                "versions of numpy the same?"
+            )
         self._hear_of_memory(table[:, 3], table[:, 4])
         leaver = table[table[:, 0].argmax()]
         if leaver[0] >= 0:
             stop = Stop(int(leaver[0]), int(leaver[1]))
-            self.reset(self.state, stop.step)
+            self._reset(self.state, stop.step)
             return stop
         if exchange.sizes:
             rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
@@ -241,7 +258,8 @@ class Planner:
 
     def _hear_of_memory(self, micro: Any, failed: Any) -> None:
         """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""
-        self.problem = self.problem.holding(micro)
+        if not np.array_equal(micro, self._micro):
+            self._micro, self.problem = micro.copy(), self.problem.holding(micro)
         for rank in np.flatnonzero(failed):
             if rank != self._world.rank:
                 log.warning("rank %d ran out of memory with %d samples: it computes %d at a time from now on",
