@@ -20,9 +20,11 @@ from omnilearn import cli
 from omnilearn.bench.gang import Gang, GangError
 from omnilearn.bench.load import Load
 from omnilearn.bench.results import render
+from omnilearn.bench.service import named_policy
 from omnilearn.bench.workloads import workload
 from omnilearn.cluster import cgroup, netns
 from omnilearn.cluster.owner import PREFIX
+from omnilearn.control import Optimal, Proportional
 
 
 def bench(*words: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
@@ -39,7 +41,8 @@ def measured(tmp_path: Path, name: str, *words: str) -> dict[str, Any]:
     assert read["bench"] == name
     assert f"bench {name}: [" in done.stderr  # progress goes there
     assert f"bench {name}" not in done.stdout
-    assert read["rows"][0]["contestant"] in done.stdout
+    first = read["rows"][0]
+    assert (first.get("contestant") or first["variant"]) in done.stdout
     return read
 
 
@@ -93,6 +96,45 @@ def test_overlap(tmp_path: Path) -> None:
     assert rows["at the step"]["ratio"] == 1
     assert read["summary"]["step_time_ratio"] == rows["early"]["ratio"] > 0
     assert "| 3Gbit | early |" in render([("overlap.json", read)])
+
+
+@pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable())
+def test_network(tmp_path: Path) -> None:
+    read = measured(tmp_path, "network", "--model", "chatty", "--rates", "500Mbit", "--rounds", "1")
+    link = read["summary"]["links"]["HL2 500Mbit"]
+    assert link["workloads"]["chatty"]["best_subset"].count(0) == 3
+    assert link["vs_best_subset"] == read["summary"]["vs_best_subset"] > 0
+    assert read["summary"]["latency"] in ("1ms", "left out: this kernel has no netem")
+    assert f"Latency of the links: {read['summary']['latency']}." in render([("network.json", read)])
+
+
+def test_ablation(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    read = measured(tmp_path, "ablation", "--epochs", "1", "--accuracy", "0.05")
+    rows = {row["variant"]: row for row in read["rows"]}
+    assert set(rows) == set(read["summary"]["variants"])
+    for row in rows.values():
+        assert row["final_lower"] <= row["final_accuracy"] <= row["final_upper"]
+        assert row["seconds_to_accuracy"] is None or row["lower"] <= row["seconds_to_accuracy"] <= row["upper"]
+    assert rows["uniform DDP"]["batches"] == "32/32/32/32"
+    assert rows["no weighting"]["batches"] == rows["same split, weighted"]["batches"]
+    assert "What each part is worth" in render([("ablation.json", read)])
+
+
+def test_a_climb(tmp_path: Path) -> None:
+    read = measured(tmp_path, "dynamic", "--model", "chatty", "--levels", "HL1,HL8", "--steps", "5")
+    assert read["summary"]["climb"] == ["HL1", "HL8"]
+    stages = [(row["contestant"], row["stage"]) for row in read["rows"]]
+    assert stages == [(who, stage) for who in ("ddp", "optimal") for stage in ("1: HL1", "2: HL8")]
+    own = read["summary"]["workloads"]["chatty"]
+    assert read["summary"]["speedup_vs_uniform"] == own["speedup_vs_uniform"] > 0
+    assert set(own["steps_to_90_by_stage"]) == {"1: HL1", "2: HL8"}
+
+
+def test_policies_by_names_that_can_be_sent() -> None:
+    assert named_policy("optimal") == "optimal"
+    assert named_policy("optimal from uniform") == Optimal(first="uniform")
+    assert named_policy("proportional every 20") == Proportional(every=20)
 
 
 def test_other_work_on_one_device(tmp_path: Path) -> None:

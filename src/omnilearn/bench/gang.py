@@ -254,6 +254,8 @@ class Gang:
             how, answer = self._pipes[rank].recv()
         except (EOFError, OSError):
             raise self._died(rank, doing) from None
+        if how == "refused":
+            raise GangError(f"rank {rank}, at {doing}: {answer}")
         if how == "failed":
             raise GangError(f"rank {rank} failed at {doing}:\n{answer}")
         return answer

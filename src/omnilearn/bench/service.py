@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from omnilearn.bench.block import Block
 from omnilearn.cluster.resources import cores
 from omnilearn.control import Optimal, Policy, Proportional
+from omnilearn.errors import InfeasibleError, UsageError
 
 
 class Member:
@@ -96,6 +97,8 @@ def serve(member: Callable[[int, int], Any]) -> None:
         try:
             served.follow()
             answer = ("done", getattr(served, name)(*args))
+        except (UsageError, InfeasibleError) as error:
+            answer = ("refused", str(error))
         except BaseException:
             answer = ("failed", traceback.format_exc())
         pipe.send(answer)

@@ -127,7 +127,7 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
     """Curves, reduction cost and step times with the report's measurements in them."""
     steps, report = len(report.batches), _condensed(report)
     curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
-    # A pulse is relative to when the worker last took part: what an earlier report said of it is in its curve already.
+    # A pulse is relative to when the worker was parked: what an earlier report said of it is in its curve already.
     pulse = np.where(state.plan.sizes > 0, 1.0, report.pulse)
     speeding = pulse / np.where(state.plan.sizes > 0, 1.0, np.asarray(state.pulse or (1.0,)))
     if np.any(speeding != 1):

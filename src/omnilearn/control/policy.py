@@ -26,7 +26,7 @@ class Report:
 
     ``busy``: seconds from the end of one reduction to the worker's last own gradient of the next step: all that
     depends on the worker and its batch. ``wait``: from there to the end of the reduction. ``measured`` is False where
-    a worker has no timing for a step. ``pulse``: a parked worker's speed now, relative to when it last took part
+    a worker has no timing for a step. ``pulse``: a parked worker's speed now, relative to shortly after it was parked
     (1: unchanged, or not known).
     """
 
