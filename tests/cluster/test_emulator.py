@@ -141,6 +141,30 @@ def test_mps_without_a_card_is_refused_with_nothing_left(monkeypatch: pytest.Mon
         Emulator(Emulation("test", (Worker(mps=50),))).prepare()
 
 
+DAEMON = """#!/bin/sh
+if [ "$1" = -d ]; then touch "$CUDA_MPS_PIPE_DIRECTORY/control"; else cat > "{told}"; fi
+"""
+
+
+def test_a_daemon_shares_the_card_and_is_asked_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a daemon that only notes what it is told: there is no card here."""
+    daemon, told = tmp_path / "nvidia-cuda-mps-control", tmp_path / "told"
+    daemon.write_text(DAEMON.format(told=told))
+    daemon.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with Emulator(Emulation("test", (Worker(mps=12.5), Worker(cpu=0.5)))) as emulator:
+        assert emulator.how.endswith("card by CUDA MPS")
+        place = emulator.environment(0)["CUDA_MPS_PIPE_DIRECTORY"]
+        assert (Path(place) / "control").exists()
+        assert emulator.environment(0)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12.5"
+        assert emulator.environment(0)["CUDA_VISIBLE_DEVICES"] == "3"
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in emulator.environment(1)
+        assert not told.exists()
+    assert told.read_text().startswith("quit")
+    assert not Path(place).exists()
+
+
 @needs_groups
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="worker 1 of emulation 'test' gets 1e\\+06GB of memory"):

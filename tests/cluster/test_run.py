@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_helpers import leftovers, needs_groups, run, start, wait_for
+from cluster_helpers import leftovers, needs_groups, needs_network, run, start, wait_for
 
 SCRIPT = """
 import os, sys, time
@@ -84,9 +84,16 @@ def test_the_workers_exit_code_is_ours(folder: Path) -> None:
     assert "exit code 7" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all(folder: Path, number: signal.Signals) -> None:
-    emulate = ["--emulate", "1,2", "--emulate-by", "auto" if number == signal.SIGINT else "throttle"]
+@pytest.mark.parametrize(
+    ("number", "emulate"),
+    [
+        (signal.SIGINT, ["--emulate", "1,2"]),
+        (signal.SIGTERM, ["--emulate", "1,2", "--emulate-by", "throttle"]),
+        pytest.param(signal.SIGINT, ["--emulate", "links.toml"], marks=needs_network),
+    ],
+)
+def test_a_signal_ends_all(folder: Path, number: signal.Signals, emulate: list[str]) -> None:
+    (folder / "links.toml").write_text('[[worker]]\nbandwidth = "1Gbit"\n' * 2)
     process = start(folder, *emulate, "train.py", "wait")
     workers = pids(folder, 2)
     process.send_signal(number)
