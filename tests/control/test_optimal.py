@@ -167,6 +167,22 @@ def test_a_refuted_parking_is_taken_back_and_not_tried_again_at_once() -> None:
         assert np.all(np.diff(waits) > 0)
 
 
+def test_what_was_refuted_is_known_after_a_restart() -> None:
+    def seconds(b: np.ndarray) -> np.ndarray:
+        alone = 5.0 if b[2] == 0 else 1.0
+        return alone * (np.array([0.05, 0.05, 0.3]) + np.array([0.001, 0.001, 0.004]) * b)
+
+    lab = Lab(Problem.of(96, workers=3), seconds, Optimal(first="uniform"))
+    lab.run(50)
+    assert lab.state.refuted
+    saved = json.loads(json.dumps(lab.state.state_dict()))
+    again = lab.policy.restore(lab.problem, saved)
+    assert [workers for workers, _ in again.refuted] == [workers for workers, _ in lab.state.refuted]
+    for (_, before), (_, after) in zip(lab.state.refuted, again.refuted, strict=True):
+        assert after.until - again.steps == before.until - lab.state.steps
+        assert after.failures == before.failures
+
+
 def test_a_refuted_set_is_tried_again_once_the_others_became_slower_than_it_was() -> None:
     """Without worker 2 a step is slower than with it, until that worker itself turns far slower."""
     slow = [1.0]

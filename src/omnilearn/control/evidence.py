@@ -7,7 +7,7 @@ expected are only kept, and taken in several at a time. One that surprises is ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,10 @@ class Refuted:
     seconds: float  # what a step took
     predicted: float  # what it should have taken, by the curves after it
 
+    def moved(self, steps: int) -> Refuted:
+        """The same in a count of steps that is so much ahead."""
+        return replace(self, since=self.since + steps, until=self.until + steps)
+
     def stands(self, step: int, times: tuple[float, ...], predicted: float) -> bool:
         """Neither has enough time passed, nor has the present plan, by its step times, become the slower one.
 
@@ -82,6 +86,7 @@ class OptimalState(State):
             **State.state_dict(kept),
             "curves": self.curves.state_dict(),
             "reduce_cost": list(self.reduce_cost),
+            "refuted": [[list(workers), asdict(found.moved(-self.steps))] for workers, found in self.refuted],
         }
 
 

@@ -92,7 +92,10 @@ class Optimal:
         plan, curves, cost = saved_plan(problem, saved), Curves.from_state(saved["curves"]), saved["reduce_cost"]
         if plan is None:
             plan = as_plan(allocate(problem, curves.alpha, curves.beta, expected_cost(tuple(cost))), "restored")
-        return replace(self._start(problem, plan), curves=curves, reduce_cost=tuple(cost), excitements=2)
+        refuted = tuple((tuple(workers), Refuted(**found)) for workers, found in saved.get("refuted", ()))
+        return replace(
+            self._start(problem, plan), curves=curves, reduce_cost=tuple(cost), refuted=refuted, excitements=2
+        )
 
     def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
         assert isinstance(state, OptimalState)
