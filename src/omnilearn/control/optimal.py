@@ -49,7 +49,7 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 TIE = 0.02
 """The least predicted gain for which another set of workers is tried."""
-BEARABLE = 1.6
+BEARABLE = 1.5
 """One worker is tried alone even if by its line a step takes longer, by no more than this factor…"""
 DEAR = 0.3
 """… and half of them are where acting together costs so much of the step…"""
@@ -116,10 +116,12 @@ class Optimal:
         then, rebalance = now, False
         # Right after a change of speed a line rests on a measurement or two: small gains wait for more.
         least = max(self._worth(curves, plan.active), curves.doubt(plan.sizes))
-        if 1 - at_best(problem, curves, plan.active, cost) / now > least:
+        if 1 - at_best(problem, curves, plan.active, cost) / now > (self.gain if _equals(problem, plan) else least):
             balanced = split_over(problem, curves, plan.active)
             then = predicted(balanced, curves, cost)
-            rebalance = 1 - then / now > least
+            # Machines that are said to be equal, and that noise alone tells apart, go back to equal batches readily.
+            level = _equals(problem, plan) and np.ptp(balanced[list(plan.active)]) <= problem.multiple_of
+            rebalance = 1 - then / now > (self.gain if level else least)
         if problem.park and problem.workers > 1:
             wanted = self._another_set(problem, state, cost, then if rebalance else now)
             if wanted is not None:
@@ -157,7 +159,7 @@ class Optimal:
         # The largest goes with the smaller half: what it gives or takes is what the others have to take or give.
         moved = np.zeros(problem.workers, dtype=np.int64)
         inside = restricted(problem, tuple(active.tolist()))
-        moved[active] = share(inside, batches[active] * factor)
+        moved[active] = share(inside, batches[active] * factor * (1 + 1e-9 * rank))  # nor who gets an odd sample
         return None if np.array_equal(moved, batches) else moved
 
     def _another_set(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
@@ -241,6 +243,11 @@ class Optimal:
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
 
 
+def _equals(problem: Problem, plan: Plan) -> bool:
+    """Whether all who take part are equally fast by description."""
+    return bool(np.ptp(problem.speeds[list(plan.active)]) == 0)
+
+
 def _candidates(problem: Problem, state: OptimalState, cost: Floats, bound: float) -> list[Ints]:
     """Splits over other sets of workers, the one predicted to be the fastest first; those slower than ``bound`` may
     be left out."""
@@ -320,5 +327,5 @@ def _interval(state: OptimalState) -> int:
     batches = state.plan.sizes
     step = max(median(state.times) if state.times else float(state.curves.times(batches)[batches > 0].max()), 1e-6)
     if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
-        return min(max(ceil(0.1 / step), 2), 4)
+        return min(max(ceil(0.2 / step), 2), 4)
     return min(max(ceil(0.2 / step), 4), 32)
