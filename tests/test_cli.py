@@ -11,7 +11,7 @@ import pytest
 
 import omnilearn
 from omnilearn import cli
-from omnilearn.errors import InfeasibleError
+from omnilearn.errors import InfeasibleError, OmniLearnError
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,8 @@ def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (InfeasibleError("global_batch 0 is too small"), 1, "omnilearn: global_batch 0 is too small"),
+        (InfeasibleError("global_batch 0 is too small"), 2, "omnilearn: global_batch 0 is too small"),
+        (OmniLearnError("rank 1 failed"), 1, "omnilearn: rank 1 failed"),
         (KeyboardInterrupt(), 130, "omnilearn: interrupted"),
     ],
 )
