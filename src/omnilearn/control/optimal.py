@@ -120,7 +120,7 @@ class Optimal:
             balanced = split_over(problem, curves, plan.active)
             then = predicted(balanced, curves, cost)
             # Machines that are said to be equal, and that noise alone tells apart, go back to equal batches readily.
-            level = _equals(problem, plan) and np.ptp(balanced[list(plan.active)]) <= problem.multiple_of
+            level = _equals(problem, plan) and np.ptp(balanced[plan.sizes > 0]) <= problem.multiple_of
             rebalance = 1 - then / now > (self.gain if level else least)
         if problem.park and problem.workers > 1:
             wanted = self._another_set(problem, state, cost, then if rebalance else now)
@@ -245,7 +245,7 @@ class Optimal:
 
 def _equals(problem: Problem, plan: Plan) -> bool:
     """Whether all who take part are equally fast by description."""
-    return bool(np.ptp(problem.speeds[list(plan.active)]) == 0)
+    return bool(np.ptp(problem.speeds[plan.sizes > 0]) == 0)
 
 
 def _candidates(problem: Problem, state: OptimalState, cost: Floats, bound: float) -> list[Ints]:
