@@ -303,7 +303,7 @@ def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture
         ),
         (["sync", "--batch", "2"], "give --batch 4 or --batch 8"),
         (["network", "--latency", "long"], "--latency 'long' is not understood"),
-        (["control", "--json", "/dev/null/r.json"], "cannot write /dev/null/r.json"),
+        (["control", "--json", "/dev/null/r.json"], "cannot write /dev/null/r.json: /dev/null is no folder"),
         (["sync", "--report", "/"], "cannot write /: Is a directory"),
         (["dynamic", "--emulate", "1,1"], "--emulate here needs --load K"),
         (["dynamic", "--load", "0", "--levels", "HL1"], "two different journeys"),

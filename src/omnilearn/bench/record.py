@@ -150,7 +150,8 @@ def check_writable(path: str | Path) -> None:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}: choose another path") from error
+        why = f"{target.parent} is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"cannot write {target}: {why}: choose another path") from error
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, file: TextIO | None = None) -> None:
