@@ -86,9 +86,11 @@ class Emulation:
         everybody = [*self.workers, *(worker for change in self.changes for _, worker in change.values)]
         return any(getattr(worker, name) is not None for worker in everybody for name in names)
 
-    def all_changes(self, worker: int) -> list[Worker]:
-        """The limits that ``worker`` gets in the course of time."""
-        return [limits for change in self.changes for k, limits in change.values if k == worker]
+    def at_most(self, worker: int) -> Worker:
+        """The worker with the largest share that it gets in the course of time."""
+        later = [limits.cpu for change in self.changes for k, limits in change.values if k == worker]
+        shares = [share for share in (self.workers[worker].cpu, *later) if share is not None]
+        return replace(self.workers[worker], cpu=max(shares, default=None))
 
     def __str__(self) -> str:
         changes = f", {len(self.changes)} change{'s' * (len(self.changes) > 1)}" if self.changes else ""
@@ -162,11 +164,7 @@ def check(emulation: Emulation, cores: float) -> None:
     workers = list(emulation.workers)
     _check(emulation.spec, workers, cores, "")
     if len({change.at_second is None for change in emulation.changes}) > 1:
-        most = [
-            replace(worker, cpu=max(own, default=None))
-            for k, worker in enumerate(workers)
-            for own in [[w.cpu for w in (worker, *emulation.all_changes(k)) if w.cpu is not None]]
-        ]
+        most = [emulation.at_most(k) for k in range(emulation.nproc)]
         _check(emulation.spec, most, cores, " at most: changes by step and by second may come in any order;")
     for change in emulation.changes:
         for index, worker in change.values:

@@ -4,8 +4,9 @@ Three things change a plan. *Rebalance*: the same workers, better split, where t
 could fake. *Excite*: once or twice in the beginning, batches are moved a little so that the fixed part of each
 worker's time can be told from the part that grows with its batch. *Trial*: another set of workers, tried for a few
 steps and kept only if the measured step time confirms it; a refuted set is not tried again for a while, twice as
-long each time, unless the others meanwhile became slower than it was or its own workers faster. Workers that noise
-alone tells apart count as equals. What is known, and how reports get there, is in ``evidence``.
+long each time, unless the others meanwhile became slower than it was or its own workers faster. Fewer workers are
+tried once without a prediction for it: what they are spared alone no line shows. Workers that noise alone tells apart
+count as equals. What is known, and how reports get there, is in ``evidence``.
 
 The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
 of it for so long that asking again costs at most PROBE_BUDGET of the time.

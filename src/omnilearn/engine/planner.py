@@ -233,7 +233,7 @@ class Planner:
         if np.any(table[:, 5] != table[0, 5]):
             raise OmniLearnError(
                 "the ranks do not agree on the plan in force, though each computes it from the same timings: are their "
-                "versions of numpy the same?"
+                "versions of numpy the same, and does a policy of your own use nothing but its arguments?"
             )
         self._hear_of_memory(table[:, 3], table[:, 4])
         leaver = table[table[:, 0].argmax()]
