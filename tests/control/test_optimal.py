@@ -11,7 +11,7 @@ import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
 from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.evidence import AT_ONCE, REFUTED, SETTLED, OptimalState, Refuted, _absorb
+from omnilearn.control.evidence import AT_ONCE, ENTRIES, REFUTED, SETTLED, OptimalState, Refuted, _absorb
 from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
@@ -435,6 +435,23 @@ def test_what_was_expected_is_kept_and_taken_in_later() -> None:
     assert lab.state.unread == ()
     assert lab.state.steps == before.steps + AT_ONCE * rows
     assert np.all(lab.state.curves.seen > before.curves.seen)
+
+
+def test_a_step_that_nobody_measured_is_no_surprise() -> None:
+    """The first step of every epoch is none's: its clock begins there."""
+    lab, _ = settled_lab()
+    state, b, n = lab.state, np.asarray(lab.state.plan.batches), 20
+    busy = np.tile(lab.seconds(b), (n, 1))
+    measured = np.ones((n, 3), dtype=bool)
+    measured[7] = False
+    report = Report.of(np.tile(b, (n, 1)), busy, busy.max(axis=1, keepdims=True) - busy, measured=measured)
+    after = Optimal().update(lab.problem, state, report)
+    assert after.unread == (report,)
+    for _ in range(AT_ONCE - 1):
+        after = Optimal().update(lab.problem, after, report)
+    assert after.unread == ()
+    assert after.steps == state.steps + AT_ONCE * n
+    assert np.all(after.curves.seen == state.curves.seen + ENTRIES)  # the medians of some steps, not every one
 
 
 @pytest.mark.parametrize("what", ["slower", "a little slower", "the last step", "reducing", "a pulse", "another batch"])

@@ -8,6 +8,7 @@ down for a while slows all of them. The oracle of a round is the split that was 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -64,6 +65,8 @@ class Effort:
     start_steps: int
     policies: tuple[str, ...] = POLICIES
     quick_search: bool = False
+    seconds: float = 0.0
+    """Further rounds are made until all took so long: short steps are noisier, and more of them as easily measured."""
 
 
 def effort(quick: bool) -> Effort:
@@ -79,7 +82,7 @@ def effort(quick: bool) -> Effort:
             policies=("static", "optimal"),
             quick_search=True,
         )
-    return Effort(rounds=8, block=16, skip=6, learn=64, epoch=20, starts=3, start_steps=40)
+    return Effort(rounds=8, block=16, skip=6, learn=64, epoch=20, starts=3, start_steps=40, seconds=180)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser, "another cluster instead of the levels")
     add_models(parser, ("heavy", "even", "chatty"))
     add_compress(parser)
-    parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 8, quick: 2)")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        help="how often all take their turn (default: 8, quick: 2); where steps are "
+        "short and it is not --quick, more often, until that has taken three minutes",
+    )
     add_framework(parser)
 
 
@@ -173,12 +181,15 @@ class Contest:
                     ended = last.batches[-1]
             self._done("policies have learned")
             self._choose(batch, ended)
-            for turn in range(how.rounds):
+            turn, begin = 0, time.monotonic()
+            while turn < how.rounds or time.monotonic() - begin < how.seconds:
                 # In any order: going back and forth, the first and the last would follow themselves.
                 contestants = np.random.default_rng(turn).permutation([*self.splits, *how.policies]).tolist()
                 for contestant in contestants:
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
-                self._done(f"round {turn + 1} of {how.rounds}")
+                turn += 1
+                self.progress.total += turn > how.rounds
+                self._done(f"round {turn}" + (f" of {how.rounds}" if turn <= how.rounds else ""))
                 yield self._rows()
             self.plans = gang.all("reasons", "optimal")[0]
             for start in range(how.starts):
@@ -272,6 +283,7 @@ class Contest:
         found["curves_ms"] = [[1e3 * a, 1e3 * b] for a, b in zip(curve.alpha, curve.beta, strict=True)]
         found["reduce_ms"] = (1e3 * curve.cost).tolist()
         found["plans"] = [f"{step}: {show(split)} {reason}" for step, split, reason in self.plans]
+        found["rounds"] = len(self.rounds["optimal"])
         found["splits_tried"], found["sets_left_out"] = len(self.search.tried), self.search.left_out
         return found
 

@@ -107,11 +107,11 @@ def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
     curves, batches = state.curves, state.plan.sizes
     if state.trial or state.settled < SETTLED or not state.times or not _same(curves.micro, problem.micro):
         return False
-    on = batches > 0
-    alike = len(report.batches) and np.all(report.batches == batches) and report.measured[:, on].all()
+    on, heard = batches > 0, report.heard
+    alike = heard.measured.size and np.all(report.batches == batches) and heard.measured[:, on].all()
     if not alike or np.any(np.where(on, 1.0, report.pulse) != state.pulse):
         return False
-    busy, step = report.busy[:, on], (report.busy + report.wait)[:, on].max(axis=1)
+    busy, step = heard.busy[:, on], (heard.busy + heard.wait)[:, on].max(axis=1)
     noise, before = curves.noise[on], sorted(state.times)[len(state.times) // 2]
     error = np.abs(np.sort(busy, axis=0)[len(busy) // 2] / curves.times(batches)[on] - 1)
     slower = abs(np.sort(step)[len(step) // 2] / before - 1)
@@ -130,7 +130,7 @@ def _same(a: Ints | None, b: Ints | None) -> bool:
 
 def _absorb(state: OptimalState, report: Report) -> OptimalState:
     """Curves, reduction cost and step times with the report's measurements in them."""
-    steps, report = len(report.batches), _condensed(report)
+    steps, report = len(report.batches), _condensed(report.heard)
     curves, cost, times = state.curves, list(state.reduce_cost), list(state.times)
     # A pulse is relative to when the worker was parked: what an earlier report said of it is in its curve already.
     pulse = np.where(state.plan.sizes > 0, 1.0, report.pulse)

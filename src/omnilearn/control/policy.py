@@ -67,6 +67,14 @@ class Report:
             raise InfeasibleError(f"pulses must be finite and positive, got {p.tolist()}")
         return Report(b, t, w, m, p)
 
+    @property
+    def heard(self) -> Report:
+        """Without the steps that nobody measured: the first one of an epoch."""
+        some = self.measured.any(axis=1)
+        if some.all():
+            return self
+        return Report(self.batches[some], self.busy[some], self.wait[some], self.measured[some], self.pulse)
+
     @staticmethod
     def joined(reports: Sequence[Report]) -> Report:
         """One after the other, with the pulses of the last."""
