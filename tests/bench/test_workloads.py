@@ -125,6 +125,17 @@ def test_digits_are_learned() -> None:
     assert accuracy >= 0.97
 
 
+@pytest.mark.parametrize(("size", "shape"), [("small", (1, 8, 8)), ("full", (3, 32, 32))])
+def test_digits_are_tested_with_others_than_they_are_trained_on(size: str, shape: tuple[int, ...]) -> None:
+    work = workload("digits", size)
+    assert work.test is not None
+    train, test = work.dataset(5000), work.test()
+    assert isinstance(train, Pool)
+    assert (len(train.x), len(test), tuple(test.x.shape[1:])) == (1437, 360, shape)
+    assert work.model()(test.x[:2]).shape == (2, 10)
+    assert not (test.x[:1] == train.x).flatten(1).all(1).any()
+
+
 def test_digits_split() -> None:
     train, test = digits(train=True), digits(train=False)
     assert (len(train), len(test)) == (1437, 360)

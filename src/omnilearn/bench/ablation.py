@@ -20,7 +20,7 @@ from omnilearn.bench.gang import Batches, Gang, Trace
 from omnilearn.bench.oracle import show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
-from omnilearn.bench.workloads import workload
+from omnilearn.bench.workloads import Workload, workload
 from omnilearn.errors import InfeasibleError
 
 STEPS = 11
@@ -44,6 +44,12 @@ Histories = dict[tuple[str, str], dict[int, list[tuple[float, float]]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, ("HL8",))
+    parser.add_argument(
+        "--size",
+        choices=("small", "full"),
+        default="small",
+        help="small: a CNN; full: a narrow ResNet-18 on the digits scaled up, for many cores (default: small)",
+    )
     parser.add_argument("--accuracy", type=float, default=0.97, help="to be reached on the test digits (default: 0.97)")
     parser.add_argument("--epochs", type=positive, help="at most (default: 12, quick: 3)")
     parser.add_argument("--seeds", type=positive, help="repetitions (default: 3, quick: 1)")
@@ -53,24 +59,33 @@ def run(args: argparse.Namespace) -> Record:
     if not 0 < args.accuracy < 1:
         raise InfeasibleError(f"--accuracy must lie between 0 and 1, got {args.accuracy}")
     epochs, seeds = args.epochs or (3 if args.quick else 12), args.seeds or (1 if args.quick else 3)
-    workload("digits").dataset(1)  # says now if scikit-learn is missing
+    what = workload("digits", args.size)
+    what.dataset(1)  # says now if scikit-learn is missing
     histories: Histories = {}
     last: dict[tuple[str, str], str] = {}
     with Progress("ablation", len(args.levels) * seeds * (epochs + 1)) as progress, Gang(4) as gang:
         for level in args.levels:
             gang.level(level)
             for seed in range(seeds):
-                for outcome in train(gang, level, seed, epochs, args.quick, progress):
+                for outcome in train(gang, what, args.size, level, seed, epochs, args.quick, progress):
                     for variant, history, split in outcome:
                         histories.setdefault((level, variant), {})[seed] = history
                         last[level, variant] = show(split)
-                    judge(histories, last, args.accuracy, epochs, seeds).keep(args.json)
-    return judge(histories, last, args.accuracy, epochs, seeds)
+                    judge(what, histories, last, args.accuracy, epochs, seeds).keep(args.json)
+    return judge(what, histories, last, args.accuracy, epochs, seeds)
 
 
-def judge(histories: Histories, last: dict[tuple[str, str], str], wanted: float, epochs: int, seeds: int) -> Record:
+def judge(
+    what: Workload,
+    histories: Histories,
+    last: dict[tuple[str, str], str],
+    wanted: float,
+    epochs: int,
+    seeds: int,
+) -> Record:
     rows: list[Row] = []
     summary: dict[str, Any] = {
+        "workload": what.describe,
         "accuracy": wanted,
         "epochs": epochs,
         "seeds": seeds,
@@ -110,13 +125,13 @@ def judge(histories: Histories, last: dict[tuple[str, str], str], wanted: float,
 
 
 def train(
-    gang: Gang, level: str, seed: int, epochs: int, quick: bool, progress: Progress
+    gang: Gang, what: Workload, size: str, level: str, seed: int, epochs: int, quick: bool, progress: Progress
 ) -> Iterator[list[tuple[str, list[tuple[float, float]], Batches]]]:
     """After every epoch, every variant's (seconds so far, test accuracy) after each, and the split it ended with."""
-    batch = workload("digits").global_batch
+    batch = what.global_batch
     everybody = tuple(range(gang.size))
     witness = int(np.argmax(gang.shares))  # never parked first, and quick to evaluate
-    with gang.session("digits", watch=False) as least:
+    with gang.session(what.name, size, watch=False) as least:
         balanced = oracle.over(oracle.measure_curve(gang, batch, least, quick), batch, least, everybody)
         assert balanced is not None
         uniform = (batch // gang.size,) * gang.size

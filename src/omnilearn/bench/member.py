@@ -26,7 +26,7 @@ from omnilearn.bench.load import Load
 from omnilearn.bench.names import Size
 from omnilearn.bench.scarcity import Scarcity
 from omnilearn.bench.service import Member, named_policy, serve
-from omnilearn.bench.workloads import Pool, digits, workload
+from omnilearn.bench.workloads import Pool, workload
 from omnilearn.pytorch.model import smallest_batch
 
 TESTED = 360
@@ -111,12 +111,12 @@ class Worker(Member):
             self.scarcity.begin(room, self.device)
 
     def accuracy(self, name: str, rank: int) -> float | None:
-        """Of a classifier, as worker ``rank`` has it: on digits it was not trained with."""
+        """Of a classifier, as worker ``rank`` has it: on samples it was not trained with, where there are any."""
         if rank != self.rank:
             return None
         model = self.contestants[name].model
-        # The generated data of the other workloads have no samples apart: those trained on must do.
-        test = digits(train=False) if self._job.workload.name == "digits" else self._job.pool
+        held_out = self._job.workload.test
+        test = held_out() if held_out is not None else self._job.pool
         model.eval()
         with torch.no_grad():
             right = (model(test.x[:TESTED].to(self.device)).argmax(1).cpu() == test.y[:TESTED]).float().mean()

@@ -251,8 +251,8 @@ def _ablation(record: Data) -> list[str]:
     columns = ["level", "variant", f"seconds to {summary['accuracy']}", "quartiles", "seconds per epoch",
                "final accuracy", "quartiles", ""]  # fmt: skip
     return [
-        f"Scikit-learn's digits, {summary['epochs']} epochs at most, {summary['seeds']} seeds. Left out: "
-        f"{summary['left_out']}.\n",
+        f"{summary.get('workload', 'A small CNN on the digits')}; at most {summary['epochs']} epochs, "
+        f"{summary['seeds']} seeds. Left out: {summary['left_out']}.\n",
         table(columns, rows),
     ]
 

@@ -42,6 +42,8 @@ class Workload:
     global_batch: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     describe: str
+    test: Callable[[], Pool] | None = None
+    """Samples that are not trained on, where there are any."""
 
 
 def workload(name: str, size: str | Size = "small") -> Workload:
@@ -114,10 +116,12 @@ class Pool(Dataset):
         return list(zip(self.x[at].unbind(), self.y[at].unbind(), strict=True))
 
 
-def digits(train: bool) -> Pool:
-    """Scikit-learn's handwritten digits, 1×8×8 in [0, 1]: 1437 to train on, or the other 360 to test with."""
+def digits(train: bool, *, side: int = 8, channels: int = 1) -> Pool:
+    """Scikit-learn's handwritten digits, 1×8×8 in [0, 1] or scaled up: 1437 to train on, or 360 others to test with."""
     x, y = _digits(train)
-    return Pool(x, y, len(x))
+    if side != 8:
+        x = F.interpolate(x, size=(side, side), mode="bilinear")
+    return Pool(x.expand(-1, channels, -1, -1).contiguous(), y, len(x))
 
 
 def images(n: int, *, shape: tuple[int, int, int], classes: int) -> Pool:
@@ -177,8 +181,9 @@ def _digits(train: bool) -> tuple[Tensor, Tensor]:
     return x[part], y[part]
 
 
-def _some_digits(n: int) -> Pool:
-    return Pool(*_digits(True), n)
+def _some_digits(n: int, **size: int) -> Pool:
+    held = digits(True, **size)
+    return Pool(held.x, held.y, n)
 
 
 def _positive(n: int) -> int:
@@ -275,15 +280,22 @@ def _chatty(full: bool) -> Workload:
 
 
 def _digits_workload(full: bool) -> Workload:
-    width = 128 if full else 48
+    size: dict[str, int] = {}
+    model: Callable[[], nn.Module] = partial(models.Cnn, width=48)
+    title, shape = "CNN of width 48", "1×8×8"
+    if full:
+        size = {"side": 32, "channels": 3}
+        model = partial(models.resnet18, classes=10, width=0.25, small_images=True)
+        title, shape = "ResNet-18 at 0.25 of its width", "scaled to 3×32×32"
     return Workload(
         name="digits",
-        model=partial(models.Cnn, width=width),
-        dataset=_some_digits,
+        model=model,
+        dataset=partial(_some_digits, **size),
         loss=classification,
         global_batch=128,
         optimizer=_adam(0.002),
-        describe=f"CNN of width {width} on scikit-learn's handwritten digits (real data), 1×8×8, B = 128",
+        describe=f"{title} on scikit-learn's handwritten digits (real data), {shape}, B = 128",
+        test=partial(digits, False, **size),
     )
 
 
