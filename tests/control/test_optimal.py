@@ -267,6 +267,19 @@ def test_half_of_the_workers_are_tried_where_reducing_is_dear() -> None:
     assert len(lab.active) == 2
 
 
+@pytest.mark.parametrize(("own", "best"), [((12, 6, 18, 18), 2), ((12, 18, 10, 18), 3), ((12, 18, 18, 18), 4)])
+def test_fewer_are_tried_where_one_alone_was_quicker_than_its_line(own: tuple[int, ...], best: int) -> None:
+    """The workers' own time holds work of reducing over so many: milliseconds for 1, 2, 3 and 4 of them."""
+    lab = Lab(
+        Problem.of(60, speeds=[1, 1, 1, 3]),
+        lambda b: (own[int((b > 0).sum()) - 1] + np.array([0.9, 0.9, 0.9, 0.3]) * b) / 1e3,
+        Optimal(),
+        together=lambda b: 0.002 if (b > 0).sum() > 1 else 0.0,
+    )
+    lab.run(150)
+    assert len(lab.active) == best
+
+
 def test_a_worker_never_measured_is_not_tried_alone() -> None:
     """Reducing is dear, and one worker does not fit in at first: nothing is known of it."""
     problem = Problem.of(60, speeds=[4, 4, 4, 1], minimum=[1, 1, 1, 60], maximum=[60, 60, 60, 60])

@@ -18,6 +18,8 @@ from omnilearn.control.problem import Ints, Plan, Problem
 from omnilearn.control.subsets import Workers
 
 LONGEST_TRIAL = 8
+QUICKER = 0.9
+"""A set surprises when it needs less than this part of what its workers' lines had said."""
 REFUTED = 50
 """Steps for which a set of workers that was slower is not tried again, at least."""
 ENTRIES = 4
@@ -49,6 +51,12 @@ class Refuted:
     failures: int
     seconds: float  # what a step took
     predicted: float  # what it should have taken, by the curves after it
+    promised: float = 0.0  # and by those before it
+
+    @property
+    def surprised(self) -> bool:
+        """It was slower than with others, and yet much quicker than the lines had said."""
+        return self.seconds < QUICKER * self.promised
 
     def moved(self, steps: int) -> Refuted:
         """The same in a count of steps that is so much ahead."""

@@ -53,7 +53,7 @@ TIE = 0.02
 BEARABLE = 1.5
 """One worker is tried alone even if by its line a step takes longer, by no more than this factor…"""
 DEAR = 0.3
-"""… and half of them are where acting together costs so much of the step…"""
+"""… and half of them are where acting together costs so much of the step, or one alone surprised…"""
 CALM = 2
 """… once a plan has held for so many reports."""
 HOPE = 0.1
@@ -239,6 +239,7 @@ class Optimal:
             failures=failures,
             seconds=measured,
             predicted=predicted(plan.sizes, curves, cost),
+            promised=plan.predicted or measured,
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
@@ -290,16 +291,23 @@ def _worth_a_look(
 
 
 def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> Ints | None:
-    """The fastest alone or the faster half, though their lines do not speak for it; each number of workers once.
+    """The fastest alone, the faster half or all but the slowest, though their lines do not speak for it; each number
+    of workers once.
 
-    With fewer, a worker is also spared work of reducing that lies in its own time: its line cannot show that.
+    With fewer, a worker is also spared work of reducing that lies in its own time: its line cannot show that, one
+    worker alone does.
     """
     curves, active = state.curves, np.asarray(state.plan.active)
     if state.settled < CALM or len(active) < 2:
         return None
-    counts = {1, len(active) // 2} if cost[len(active)] > DEAR * now else {1}
+    known = {len(workers): found for workers, found in state.refuted}
+    counts = {1}
+    if cost[len(active)] > DEAR * now:
+        counts.add(len(active) // 2)
+    if 1 in known and known[1].surprised:
+        counts |= {len(active) // 2, len(active) - 1}
     looks = []
-    for n in counts - {len(workers) for workers, _ in state.refuted}:
+    for n in counts - known.keys():
         shares = np.full(problem.workers, problem.global_batch / n)
         times = np.maximum(curves.times(shares), at_least(shares, curves))[active]
         workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
