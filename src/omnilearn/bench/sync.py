@@ -82,7 +82,7 @@ def effort(quick: bool) -> Effort:
             policies=("static", "optimal"),
             quick_search=True,
         )
-    return Effort(rounds=8, block=16, skip=6, learn=64, epoch=20, starts=3, start_steps=40, seconds=180)
+    return Effort(rounds=8, block=10, skip=3, learn=64, epoch=20, starts=3, start_steps=40, seconds=150)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=positive,
         help="how often all take their turn (default: 8, quick: 2); where steps are "
-        "short and it is not --quick, more often, until that has taken three minutes",
+        "short and it is not --quick, more often, until that has taken two and a half minutes",
     )
     add_framework(parser)
 
