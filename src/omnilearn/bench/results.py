@@ -131,6 +131,21 @@ def _contest(levels: Data, claim: str = "") -> list[str]:
     return [table(columns, rows), f"Less time than uniform: {text}{claim}.\n"]
 
 
+def _noise(levels: Data) -> list[str]:
+    rows = [
+        [level, name, own["ddp_vs_itself"], _spread(own["ddp_vs_itself_spread"]), own.get("rounds")]
+        for level, outcome in levels.items()
+        for name, own in outcome["workloads"].items()
+        if "ddp_vs_itself" in own
+    ]
+    if not rows:
+        return []
+    return [
+        "What such a ratio is worth on this machine: uniform DDP against a second uniform DDP in the same rounds.\n",
+        table(["level", "workload", "times faster than itself", "quartiles", "rounds"], rows),
+    ]
+
+
 def _others(levels: Data) -> list[str]:
     names = list(dict.fromkeys(p for o in levels.values() for own in o["workloads"].values() for p in own["others"]))
     rows = [
@@ -148,7 +163,7 @@ def _others(levels: Data) -> list[str]:
 def _sync(record: Data) -> list[str]:
     levels = record["summary"]["levels"]
     claim = CLUSTERS[_cluster(record)][1]
-    return [*_contest(levels, f" (the papers: {claim})"), *_others(levels), *_measured(record)]
+    return [*_contest(levels, f" (the papers: {claim})"), *_noise(levels), *_others(levels), *_measured(record)]
 
 
 def _network(record: Data) -> list[str]:

@@ -38,6 +38,8 @@ LEVELS = ("HL1", "HL2", "HL4", "HL8")
 POLICIES = ("static", "proportional", "prototype", "optimal")
 BF16 = "optimal, compressed"
 """With gradients sent in bfloat16; only where it is asked for."""
+AGAIN = "ddp again"
+"""Uniform DDP a second time: how far it is from the first says what such a measurement is worth."""
 FIXED = ("static",)
 """Policies with nothing to learn."""
 NEAR = 0.9
@@ -169,6 +171,7 @@ class Contest:
         batch = self.gang.workload(self.name, self.size).global_batch
         with gang.session(self.name, self.size) as least:
             gang.all("open_plain", SPLITS, {})
+            gang.all("open_plain", AGAIN, {})
             self.search = oracle.search(gang, batch, least, quick=how.quick_search, say=self._done)
             for policy in how.policies:
                 kind = {"prototype": f"proportional every {how.epoch}", BF16: "optimal"}.get(policy, policy)
@@ -184,8 +187,8 @@ class Contest:
             turn, begin = 0, time.monotonic()
             while turn < how.rounds or time.monotonic() - begin < how.seconds:
                 # In any order: going back and forth, the first and the last would follow themselves.
-                contestants = np.random.default_rng(turn).permutation([*self.splits, *how.policies]).tolist()
-                for contestant in contestants:
+                contestants = [*self.splits, *how.policies, AGAIN]
+                for contestant in np.random.default_rng(turn).permutation(contestants).tolist():
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
                 turn += 1
                 self.progress.total += turn > how.rounds
@@ -218,6 +221,8 @@ class Contest:
     def _block(self, contestant: str) -> Trace:
         if contestant in self.splits:
             turn = self.gang.block(SPLITS, self.how.block, self.splits[contestant])
+        elif contestant == AGAIN:
+            turn = self.gang.block(AGAIN, self.how.block, self.splits["ddp"])
         else:
             turn = self.gang.block(contestant)
         return turn.after(self.how.skip)  # the same for all: how fast a step is depends on when it comes
@@ -264,6 +269,8 @@ class Contest:
                 continue
             ratio = self._ratio_to_best("optimal", against)
             found[key], found[f"{key}_spread"] = ratio["median"], [ratio["lower"], ratio["upper"]]
+        noise = self._ratio_to_best(AGAIN, ["ddp"])
+        found["ddp_vs_itself"], found["ddp_vs_itself_spread"] = noise["median"], [noise["lower"], noise["upper"]]
         for key, stay in (("steps_to_90", False), ("steps_to_stay_at_90", True)):
             reached = [steps_to(trace.seconds, self._median(best), stay=stay) for trace in self.starts]
             found[key] = (
@@ -290,7 +297,8 @@ class Contest:
     def _rows(self) -> list[Row]:
         best, subset = self._best(1, self.gang.size), self._best(1, self.gang.size - 1)
         rows = []
-        for contestant in ("ddp", *self.how.policies, *(name for name in self.splits if name != "ddp")):
+        fixed = [name for name in self.splits if name != "ddp"]
+        for contestant in ("ddp", AGAIN, *self.how.policies, *fixed):
             name = contestant
             if contestant in self.splits and contestant != "ddp":
                 name = "oracle" if contestant == best else "best subset" if contestant == subset else "fixed split"
