@@ -168,7 +168,13 @@ def _sync(record: Data) -> list[str]:
 
 def _network(record: Data) -> list[str]:
     links, latency = record["summary"]["links"], record["summary"].get("latency", "not limited")
-    return [f"Latency of the links: {latency}.\n", *_contest(links), *_others(links), *_measured(record)]
+    return [
+        f"Latency of the links: {latency}.\n",
+        *_contest(links),
+        *_noise(links),
+        *_others(links),
+        *_measured(record),
+    ]
 
 
 def _dynamic(record: Data) -> list[str]:
