@@ -5,14 +5,20 @@ Functions must be importable. Each run has its own store on a free port, hosted 
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
 import os
+import signal
+import tempfile
+import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import TCPStore
 
@@ -27,8 +33,9 @@ class WorkerError(AssertionError):
         self.errors = errors
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, open(stacks, "a"))  # noqa: SIM115 (also for processes forked here)
     mp.set_start_method("fork", force=True)  # what a script started by torchrun has
     home = dict(os.environ)
     while (job := pipe.recv()) is not None:
@@ -49,6 +56,7 @@ class Gang:
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
+        self._stacks = tempfile.NamedTemporaryFile("r", prefix="omnilearn-stacks-")  # noqa: SIM115
 
     def run(
         self, size: int, function: Any, *args: Any, environment: dict[int, dict[str, str]] | None = None
@@ -56,7 +64,7 @@ class Gang:
         """Run ``function(*args)`` on ranks 0 … size-1; their results, or a WorkerError with every rank's error."""
         while len(self._members) < size:
             mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=False)
+            process = self._context.Process(target=_serve, args=(theirs, self._stacks.name), daemon=False)
             process.start()
             theirs.close()
             self._members.append((process, mine))
@@ -78,10 +86,12 @@ class Gang:
             ready = wait([pipe for rank, (_, pipe) in enumerate(members) if rank not in outcomes], timeout=LIMIT)
             if not ready:
                 late = [rank for rank in range(size) if rank not in outcomes]
+                stacks = self._where([members[rank][0].pid for rank in late])
                 self.close(kill=True)
                 said = {rank: value for rank, (how, value) in outcomes.items() if how == "failed"}
                 raise AssertionError(
-                    f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s; others: {WorkerError(said)}"
+                    f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s; others: "
+                    f"{WorkerError(said)}\n{stacks}"
                 )
             for pipe in ready:
                 rank = next(r for r, (_, p) in enumerate(members) if p is pipe)
@@ -90,6 +100,19 @@ class Gang:
         if failed:
             raise WorkerError(failed)
         return [outcomes[rank][1] for rank in range(size)]
+
+    def _where(self, pids: list[int]) -> str:
+        """What each thread of these processes, and of the processes they started, is at."""
+        self._stacks.seek(0, os.SEEK_END)
+        texts = []
+        for pid in pids:
+            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    title = f"process {process.pid}, child of {process.ppid()}"
+                    process.send_signal(signal.SIGUSR1)
+                    time.sleep(0.5)
+                    texts.append(f"{title}:\n{self._stacks.read()}")
+        return "\n".join(texts)
 
     def close(self, kill: bool = False) -> None:
         for process, pipe in self._members:

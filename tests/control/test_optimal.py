@@ -155,6 +155,8 @@ def test_a_refuted_parking_is_taken_back_and_not_tried_again_at_once() -> None:
     backs = [step for step, _, reason in lab.log if reason == "tried, slower: back"]
     assert tries, "the curves should have proposed a parking"
     assert len(backs) == len(tries)
+    for (begun, _), back in zip(tries, backs, strict=True):
+        assert back - begun <= 3, "five times slower is seen at once"
     lab.run(900)
     tries = [(step, tuple(np.flatnonzero(batches))) for step, batches, reason in lab.log if "try" in reason]
     backs = [step for step, _, reason in lab.log if reason == "tried, slower: back"]

@@ -3,10 +3,10 @@
 Three things change a plan. *Rebalance*: the same workers, better split, where the predicted gain is more than noise
 could fake. *Excite*: once or twice in the beginning, batches are moved a little so that the fixed part of each
 worker's time can be told from the part that grows with its batch. *Trial*: another set of workers, tried for a few
-steps and kept only if the measured step time confirms it; a refuted set is not tried again for a while, twice as
-long each time, unless the others meanwhile became slower than it was or its own workers faster. Fewer workers are
-tried once without a prediction for it: what they are spared alone no line shows. Workers that noise alone tells apart
-count as equals. What is known, and how reports get there, is in ``evidence``.
+steps (fewer where it is hopeless) and kept only if the measured step time confirms it; a refuted set is not tried
+again for a while, twice as long each time, unless the others meanwhile became slower than it was or its own workers
+faster. Fewer workers are tried once without a prediction for it: what they are spared alone no line shows. Workers
+that noise alone tells apart count as equals. What is known, and how reports get there, is in ``evidence``.
 
 The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
 of it for so long that asking again costs at most PROBE_BUDGET of the time.
@@ -56,6 +56,8 @@ DEAR = 0.3
 """… and half of them are where acting together costs so much of the step, or one alone surprised…"""
 CALM = 2
 """… once a plan has held for so many reports."""
+HOPELESS = 0.2
+"""A trial ends early where it is slower by this fraction of the time before, and more than noise could fake."""
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
@@ -214,7 +216,10 @@ class Optimal:
         measured = median(state.times) if count else 0.0
         doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
         unclear = abs(1 - measured / trial.baseline) < doubt
-        if count < self.trial_steps or (unclear and count < LONGEST_TRIAL):
+        bound = trial.baseline * (1 + max(HOPELESS, 4 * doubt))
+        # However its batches are split: by far too slow, in each step there was.
+        hopeless = min(state.times, default=0.0) > bound < at_best(problem, curves, plan.active, cost)
+        if not hopeless and (count < self.trial_steps or (unclear and count < LONGEST_TRIAL)):
             if not (trial.rebalances and state.times):
                 return state
             now, least = predicted(plan.sizes, curves, cost), self._worth(curves, plan.active)
@@ -226,7 +231,7 @@ class Optimal:
                 return state
             trial = replace(trial, rebalances=trial.rebalances - 1)
             return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
-        price = count * measured / trial.baseline
+        price = max(count, self.trial_steps) * measured / trial.baseline
         if measured < 0.99 * trial.baseline:
             kept = replace(plan, reason=plan.reason.replace("try", "kept"))
             return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
