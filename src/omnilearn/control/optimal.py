@@ -318,8 +318,8 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
         workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
         if feasible(problem, workers) and at_best(problem, curves, workers, cost) < BEARABLE * now:
             looks.append(split_over(problem, curves, workers))
-    best = min(looks, key=lambda b: cautious(b, curves, cost, early=True), default=None)
-    return best if best is not None and cautious(best, curves, cost, early=True) < BEARABLE * now else None
+    best = min(looks, key=lambda b: cautious(b, curves, cost, early=False), default=None)
+    return best if best is not None and cautious(best, curves, cost, early=False) < BEARABLE * now else None
 
 
 def _asked(problem: Problem, state: OptimalState) -> Workers:
