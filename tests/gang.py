@@ -15,6 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
+from math import ceil
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch
 from torch.distributed import TCPStore
 
 LIMIT = 60.0
+SLICE = 5.0
+"""The limit is waited for in slices: a machine that stands still for a minute has not given anybody a minute."""
 
 
 class WorkerError(AssertionError):
@@ -83,7 +86,8 @@ class Gang:
             pipe.send((function.__module__, function.__qualname__, args, settings))
         outcomes: dict[int, Any] = {}
         while len(outcomes) < size:
-            ready = wait([pipe for rank, (_, pipe) in enumerate(members) if rank not in outcomes], timeout=LIMIT)
+            pipes = [pipe for rank, (_, pipe) in enumerate(members) if rank not in outcomes]
+            ready = next(filter(None, (wait(pipes, timeout=SLICE) for _ in range(ceil(LIMIT / SLICE)))), None)
             if not ready:
                 late = [rank for rank in range(size) if rank not in outcomes]
                 stacks = self._where([members[rank][0].pid for rank in late])

@@ -133,6 +133,8 @@ def test_a_climb(tmp_path: Path) -> None:
     own = read["summary"]["workloads"]["digits"]
     assert read["summary"]["speedup_vs_uniform"] == own["speedup_vs_uniform"] > 0
     assert set(own["steps_to_90_by_stage"]) == {"1: HL1", "2: HL8"}
+    assert own["fraction_of_oracle"] == own["oracle_total_s"]["median"] / own["total_s"]["optimal"]["median"]
+    assert all(sum(map(int, row["batches"].split("/"))) == 32 for row in read["rows"])
 
 
 def test_policies_by_names_that_can_be_sent() -> None:

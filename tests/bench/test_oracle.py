@@ -7,7 +7,7 @@ import doctest
 import numpy as np
 import pytest
 
-from omnilearn.bench import memory, oracle, sync
+from omnilearn.bench import dynamic, memory, oracle, sync
 from omnilearn.bench.contestants import Block
 from omnilearn.bench.gang import Trace, joined
 from omnilearn.bench.oracle import Curve, Search, fit, neighbours, over
@@ -15,7 +15,7 @@ from omnilearn.bench.results import SECTIONS
 from omnilearn.bench.sync import imbalance, steps_to, waiting, worst
 
 
-@pytest.mark.parametrize("module", [oracle, sync])
+@pytest.mark.parametrize("module", [oracle, sync, dynamic])
 def test_docstrings(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

@@ -1,8 +1,9 @@
 """A cluster that changes while it trains: the papers' climb HL1 → 2 → 4 → 8 and back, in one run.
 
 Workers have as many threads as whole cores; where there is not a core for each, one thread and at most one core. The
-oracle of every level is searched beforehand and timed again beside the journeys. Each contestant makes the whole
-journey, in turn, several times; how long it takes to be near the new level's oracle is counted in steps.
+contestants travel together: after every change each makes its steps in short turns, and so does the oracle, the best
+fixed split of the level, searched beforehand. A step is compared with the oracle's of the same turn, so that a machine
+that slows down for a while slows all down alike; how long it takes to be near the oracle is counted in steps.
 
 With ``--load K`` the journey is another one: of any cluster, in which worker K's device is busy with something else
 for a while (``load.py``). Shares of a card (MPS) cannot change while workers run.
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from omnilearn.bench import oracle
 from omnilearn.bench.arguments import add_cluster, add_models, check_workloads, names, positive, size_of
-from omnilearn.bench.gang import Batches, Gang, Trace
+from omnilearn.bench.gang import Batches, Gang
 from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, show
 from omnilearn.bench.progress import Progress
@@ -29,14 +30,15 @@ from omnilearn.bench.sync import steps_to
 from omnilearn.bench.workloads import workload
 from omnilearn.cluster.emulation import LEVELS, level, parse
 from omnilearn.cluster.resources import cores
+from omnilearn.control.problem import Floats
 from omnilearn.errors import InfeasibleError, UsageError
 
 CLIMB: tuple[str, ...] = ("HL1", "HL2", "HL4", "HL8", "HL4", "HL2", "HL1")
 FREE, LOADED = "free", "loaded"
 CONTESTANTS = ("ddp", "static", "proportional", "optimal")
 GOAL = 10
-LOOK = 0.003
-"""Seconds between two looks at how far the training is."""
+TURN = 10
+"""Steps that a contestant makes before it is another's turn, or a few more or less."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of levels: worker K's device is free, loaded with other work, free",
     )
     add_models(parser, ("heavy",))
-    parser.add_argument("--steps", type=positive, help="steps at each level (default: 30, quick: 14)")
+    parser.add_argument(
+        "--steps", type=positive, help="steps at each level, in turns of about ten (default: 30, quick: 14)"
+    )
     parser.add_argument("--rounds", type=positive, help="journeys of each contestant (default: 3, quick: 1)")
 
 
@@ -70,9 +74,11 @@ def run(args: argparse.Namespace) -> Record:
     contestants: tuple[str, ...] = CONTESTANTS
     if args.quick:
         contestants = ("ddp", "optimal") if args.load is None else ("ddp", "static", "optimal")
+    turns = max(round(steps / TURN), 1)
+    each = math.ceil(steps / turns)
     rows: dict[str, list[Row]] = {}
     outcomes: dict[str, Any] = {}
-    total = len(args.model) * (3 * len(set(climb)) + rounds * len(contestants))
+    total = len(args.model) * (3 * len(set(climb)) + rounds * len(climb))
     with Progress("dynamic", total) as progress, Gang(4, emulation=emulation) as gang:
 
         def turn(word: str) -> None:
@@ -86,7 +92,8 @@ def run(args: argparse.Namespace) -> Record:
             summary = {
                 "climb": climb,
                 "load": args.load,
-                "steps": steps,
+                "steps": turns * each,
+                "turn": each,
                 "goal": GOAL,
                 # The worst of the workloads.
                 "steps_to_90": None if None in steps_to_90 else max(steps_to_90),
@@ -97,7 +104,8 @@ def run(args: argparse.Namespace) -> Record:
             return Record("dynamic", [row for own in rows.values() for row in own], summary)
 
         for name in args.model:
-            journeys = journey(gang, name, size_of(args), climb, turn, steps, rounds, contestants, args.quick, progress)
+            way = Way(climb, turn, turns, each)
+            journeys = travel(gang, name, size_of(args), way, contestants, rounds, args.quick, progress)
             for outcomes[name], rows[name] in journeys:
                 record().keep(args.json)
         return record()
@@ -121,142 +129,157 @@ def shares(name: str) -> tuple[float, ...]:
     return tuple(share / scale for share in level(name, cores()))
 
 
-def journey(
+@dataclass(frozen=True)
+class Way:
+    """The words of the climb, what makes the cluster what a word says, and the turns of so many steps at each."""
+
+    climb: tuple[str, ...]
+    change: Callable[[str], None]
+    turns: int
+    each: int
+
+
+@dataclass
+class Journey:
+    """What one contestant did."""
+
+    seconds: Floats  # of each step: stages × turns × steps
+    batches: list[Batches]  # at the end of each stage
+
+
+def travel(
     gang: Gang,
     name: str,
     size: Size,
-    climb: tuple[str, ...],
-    turn: Callable[[str], None],
-    steps: int,
-    rounds: int,
+    way: Way,
     contestants: tuple[str, ...],
+    rounds: int,
     quick: bool,
     progress: Progress,
 ) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """The outcome so far, after every round. ``turn`` makes the cluster what a word of the climb says."""
+    """The outcome so far, after every journey of all contestants."""
     batch = workload(name, size).global_batch
-    best: dict[str, list[float]] = {word: [] for word in climb}
     splits: dict[str, Batches] = {}
     with gang.session(name, size) as least:
         gang.all("open_plain", SPLITS, {})
-        for word in dict.fromkeys(climb):
-            turn(word)
+        for word in dict.fromkeys(way.climb):
+            way.change(word)
 
             def say(text: str, at: str = word) -> None:
                 progress.done(f"{name} {at}: {text}")
 
-            found = oracle.search(gang, batch, least, quick=quick, say=say)
-            splits[word] = found.fastest(1)[0]
-        traces: dict[str, list[tuple[Trace, list[int]]]] = {contestant: [] for contestant in contestants}
+            splits[word] = oracle.search(gang, batch, least, quick=quick, say=say).fastest(1)[0]
+        journeys: dict[str, list[Journey]] = {who: [] for who in (SPLITS, *contestants)}
         plans: list[list[str]] = []
         for around in range(rounds):
-            # The shortest of many short measurements is too good to be true: again, beside the journeys.
-            for word, split in splits.items():
-                turn(word)
-                again = gang.block(SPLITS, oracle.WARM_UP + 8, split).after(oracle.WARM_UP)
-                best[word] += again.seconds.tolist()
-            for contestant in contestants if around % 2 else contestants[::-1]:
-                turn(climb[0])
-                trace, changed, decided = _travel(gang, contestant, climb, turn, steps, batch)
-                traces[contestant].append((trace, changed))
-                if contestant == "optimal":
-                    plans.append(decided)
-                progress.done(f"{name}: {contestant}, journey {around + 1} of {rounds}")
-            typical = {word: float(np.median(seconds)) for word, seconds in best.items()}
-            outcome, rows = _judge(name, climb, traces, typical, splits)
+
+            def arrive(text: str, at: int = around) -> None:
+                progress.done(f"{name}, journey {at + 1} of {rounds}: {text}")
+
+            for who, made in _journey(gang, contestants, splits, way, batch, arrive).items():
+                journeys[who].append(made)
+            decided = gang.all("reasons", "optimal")[0]
+            plans.append([f"{step}: {show(split)} {reason}" for step, split, reason in decided])
+            for contestant in contestants:
+                gang.all("close", contestant)
+            outcome, rows = _judge(name, way.climb, journeys, splits)
             yield {**outcome, "plans": plans}, rows
 
 
-def _travel(
-    gang: Gang, contestant: str, climb: tuple[str, ...], turn: Callable[[str], None], steps: int, batch: int
-) -> tuple[Trace, list[int], list[str]]:
-    """One contestant through all levels. Also the steps at which the level really changed, and OmniLearn's plans."""
-    total = steps * len(climb)
-    gang.emulator.progress_file.write_bytes(bytes(8))
-    changed, over, problems = [0], threading.Event(), []
+def _journey(
+    gang: Gang,
+    contestants: tuple[str, ...],
+    splits: dict[str, Batches],
+    way: Way,
+    batch: int,
+    arrive: Callable[[str], None],
+) -> dict[str, Journey]:
+    """All contestants and the oracle through all levels, taking turns."""
+    way.change(way.climb[0])
+    for contestant in contestants:
+        if contestant == "ddp":
+            gang.all("open_plain", contestant, {})
+        else:
+            gang.all("open_omni", contestant, way.each, contestant, {}, doing=f"setting up {contestant}")
+    order = (SPLITS, *contestants)
+    made = {who: Journey(np.empty((len(way.climb), way.turns, way.each)), [()] * len(way.climb)) for who in order}
+    for stage, word in enumerate(way.climb):
+        way.change(word)
+        for turn in range(way.turns):
+            # Back and forth: nobody always comes after the same neighbour.
+            for who in order if (stage + turn) % 2 else order[::-1]:
+                fixed = {SPLITS: splits[word], "ddp": (batch // gang.size,) * gang.size}.get(who)
+                trace = gang.block(who, *([] if fixed is None else [way.each, fixed]))
+                made[who].seconds[stage, turn] = trace.seconds
+                made[who].batches[stage] = trace.batches[-1]
+        arrive(word)
+    return made
 
-    def change() -> None:
-        try:
-            for stage in range(1, len(climb)):
-                while gang.step < stage * steps:
-                    if over.wait(LOOK):
-                        return
-                turn(climb[stage])
-                changed.append(gang.step)
-        except Exception as error:
-            problems.append(error)
 
-    if contestant == "ddp":
-        gang.all("open_plain", contestant, {})
-        arguments: list[Any] = [total, (batch // gang.size,) * gang.size]
-    else:
-        gang.all("open_omni", contestant, total, contestant, {}, doing=f"setting up {contestant}")
-        arguments = []
-    watcher = threading.Thread(target=change, name="omnilearn-bench-climb", daemon=True)
-    watcher.start()
-    try:
-        trace = gang.block(contestant, *arguments, limit=1800.0)
-    finally:
-        over.set()
-        watcher.join(30)
-    for problem in problems:
-        raise problem
-    plans = gang.all("reasons", contestant)[0] if contestant != "ddp" else []
-    gang.all("close", contestant)
-    decided = [f"{step}: {show(split)} {reason}" for step, split, reason in plans]
-    return trace, [*changed, *range(steps * len(changed), total, steps)], decided
+def pace(own: Floats, best: Floats) -> Floats:
+    """How fast a contestant was, as a fraction of the oracle's speed, at every stage and step.
+
+    Against the oracle's typical step of the same turn. Where in a turn a step comes matters too: with cold caches the
+    first one takes longer, for the oracle as for all others.
+
+    >>> pace(np.array([[[3.0, 2.0, 2.0], [6.0, 4.0, 2.0]]]), np.array([[[1.5, 1.0, 1.0], [3.0, 2.0, 2.0]]])).tolist()
+    [[0.5, 0.5, 0.5, 0.5, 0.5, 1.0]]
+    """
+    typical = np.median(best, axis=-1, keepdims=True)
+    profile = np.median(best / typical, axis=tuple(range(best.ndim - 1)))
+    return np.asarray((typical * profile / own).reshape(len(own), -1))
 
 
 def _judge(
-    name: str,
-    climb: tuple[str, ...],
-    traces: dict[str, list[tuple[Trace, list[int]]]],
-    best: dict[str, float],
-    splits: dict[str, Batches],
+    name: str, climb: tuple[str, ...], journeys: dict[str, list[Journey]], splits: dict[str, Batches]
 ) -> tuple[dict[str, Any], list[Row]]:
+    best = [made.seconds for made in journeys[SPLITS]]
     rows: list[Row] = []
-    reached: dict[str, list[float | None]] = {contestant: [] for contestant in traces}
-    for contestant, runs in traces.items():
+    reached: dict[str, list[int | None]] = {}
+    for who in (who for who in journeys if who != SPLITS):
+        paces = [pace(made.seconds, fastest) for made, fastest in zip(journeys[who], best, strict=True)]
+        reached[who] = []
         for stage, word in enumerate(climb):
-            soon, late, last = [], [], ""
-            spent: list[float] = []
-            for trace, changed in runs:
-                begin = changed[stage]
-                end = changed[stage + 1] if stage + 1 < len(changed) else len(trace.seconds)
-                soon.append(steps_to(trace.seconds[begin:end], best[word]))
-                spent.append(float(np.median(trace.seconds[(begin + end) // 2 : end])))
-                late.append(best[word] / spent[-1])
-                last = show(trace.batches[end - 1])
+            soon = [steps_to(1 / each[stage], 1.0) for each in paces]
+            late = [float(np.median(each[stage, each.shape[1] // 2 :])) for each in paces]
             known = [value for value in soon if value is not None]
             # A journey on which it was never reached counts as the longest.
             typical = sorted(soon, key=lambda value: math.inf if value is None else value)[len(soon) // 2]
-            reached[contestant].append(typical)
+            reached[who].append(typical)
             rows.append(
                 {
                     "workload": name,
-                    "contestant": contestant,
+                    "contestant": who,
                     "stage": f"{stage + 1}: {word}",
                     "steps_to_90": typical,
                     "reached": f"{len(known)} of {len(soon)}",
-                    "step_ms": 1e3 * float(np.median(spent)),
+                    "step_ms": 1e3 * _late(journeys[who], stage),
                     "fraction_of_oracle": float(np.median(late)),
-                    "batches": last,
-                    "oracle_ms": 1e3 * best[word],
+                    "batches": show(journeys[who][-1].batches[stage]),
+                    "oracle_ms": 1e3 * _late(journeys[SPLITS], stage),
                     "oracle": show(splits[word]),
                 }
             )
-    totals = {contestant: [trace.total for trace, _ in runs] for contestant, runs in traces.items()}
+    totals = {who: [float(made.seconds.sum()) for made in own] for who, own in journeys.items()}
+    oracles = totals.pop(SPLITS)
     after = reached["optimal"][1:]
     outcome: dict[str, Any] = {
         "steps_to_90": None if None in after else max((value for value in after if value is not None), default=0),
         "steps_to_90_by_stage": dict(
             zip([f"{k + 1}: {word}" for k, word in enumerate(climb)], reached["optimal"], strict=True)
         ),
-        "total_s": {contestant: median_and_spread(values) for contestant, values in totals.items()},
+        "total_s": {who: median_and_spread(values) for who, values in totals.items()},
+        "oracle_total_s": median_and_spread(oracles),
     }
-    for contestant in traces:
-        if contestant != "optimal":
-            key = "speedup_vs_uniform" if contestant == "ddp" else f"speedup_vs_{contestant}"
-            ratios = [other / own for other, own in zip(totals[contestant], totals["optimal"], strict=True)]
-            outcome[key] = float(np.median(ratios))
+    for who, values in {**totals, "oracle": oracles}.items():
+        if who != "optimal":
+            key = {"ddp": "speedup_vs_uniform", "oracle": "fraction_of_oracle"}.get(who, f"speedup_vs_{who}")
+            ratios = median_and_spread([other / own for other, own in zip(values, totals["optimal"], strict=True)])
+            outcome[key], outcome[f"{key}_spread"] = ratios["median"], [ratios["lower"], ratios["upper"]]
     return outcome, rows
+
+
+def _late(journeys: Sequence[Journey], stage: int) -> float:
+    """Seconds of a typical step in a stage's second half."""
+    halves = [made.seconds[stage].ravel()[made.seconds[stage].size // 2 :] for made in journeys]
+    return float(np.median([np.median(half) for half in halves]))

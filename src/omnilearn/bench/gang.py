@@ -295,11 +295,6 @@ class Gang:
         os.pwrite(file, bytes(min(count, 255) for count in counts), 0)
         os.close(file)
 
-    @property
-    def step(self) -> int:
-        """The step that the training under way has reached."""
-        return int.from_bytes(self.emulator.progress_file.read_bytes()[:8], "little")
-
     @contextlib.contextmanager
     def session(self, workload: str, size: str | Size = "small", *, watch: bool = True) -> Iterator[int]:
         """A process group and a workload for the contestants to come. Yields the model's least batch."""

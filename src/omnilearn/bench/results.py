@@ -180,7 +180,8 @@ def _network(record: Data) -> list[str]:
 def _dynamic(record: Data) -> list[str]:
     parts = []
     for name, own in record["summary"]["workloads"].items():
-        totals = own["total_s"]
+        totals = {**own["total_s"], **({"oracle": own["oracle_total_s"]} if "oracle_total_s" in own else {})}
+        by_stage = ["never" if steps is None else str(steps) for steps in own["steps_to_90_by_stage"].values()]
         rows = [
             [who, total["median"], _spread([total["lower"], total["upper"]]), total["median"] / totals["ddp"]["median"]]
             for who, total in totals.items()
@@ -189,7 +190,7 @@ def _dynamic(record: Data) -> list[str]:
         busy = "" if load is None else f" (worker {load}'s device busy with other work)"
         parts += [
             f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}{busy}. "
-            f"Most steps after a change until 0.9 of the new oracle: {cell(own['steps_to_90'])} "
+            f"Steps after each change until 0.9 of the new oracle: {', '.join(by_stage[1:])} "
             f"(goal: {record['summary']['goal']}).\n",
             table(["contestant", "seconds", "quartiles", "of uniform's time"], rows),
         ]

@@ -46,6 +46,8 @@ SURE = 0.25
 """A predicted time may be off by this fraction (one standard deviation) to be told to the user."""
 ALIKE = 2.0
 """Workers whose times differ by less than so many standard deviations are taken for equals…"""
+FAR = 0.15
+"""… and by less than this fraction, however little is known of them just after a change…"""
 MANY = 256
 """… where there are no more than this: it takes a look at each."""
 FLAT = 1e-3
@@ -151,7 +153,8 @@ class Curves:
                 theirs = (sums[2] + sums[3] * at) / sums[0]
                 apart = abs((self.alpha[k] + self.beta[k] * at) / theirs - 1)
                 # Far from what was measured lines meet by chance: equals have similar batches.
-                if apart > ALIKE * np.sqrt(doubt[i] ** 2 + 1 / sums[0]) or not 0.5 < b[k] / b[group[0]] < 2:
+                far = min(ALIKE * np.sqrt(doubt[i] ** 2 + 1 / sums[0]), FAR)
+                if apart > far or not 0.5 < b[k] / b[group[0]] < 2:
                     group, sums = [], np.zeros(4)
             group.append(k)
             sums = sums + own
