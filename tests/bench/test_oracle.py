@@ -126,3 +126,19 @@ def test_what_micro_batches_gain_over_capping() -> None:
     assert [row["contestant"] for row in rows] == ["enough memory", "capped", "micro-batches"]
     summary = {"emulate": "1,1", "worker": 1, "workloads": {"gpt2": outcome}}
     assert "| gpt2 | 10 | 3.5 | 12 | 1.2 |" in "\n".join(SECTIONS["memory"][1]({"summary": summary, "rows": rows}))
+
+
+def test_the_luckiest_of_a_search_is_not_the_oracle() -> None:
+    """Three splits timed in turns; the first one has a lucky turn, the second one is typically the fastest."""
+    turns = {(8, 8): iter([1.0, 5.0, 5.0, 5.0]), (9, 7): iter([2.0, 2.0, 9.0, 2.0]), (7, 9): iter([3.0] * 4)}
+    made: list[tuple[int, ...]] = []
+
+    class Timed:
+        def block(self, name: str, steps: int, split: tuple[int, ...]) -> Trace:
+            made.append(split)
+            seconds = np.array([50.0, 50.0, *[next(turns[split])] * (steps - 2)])  # cold at first
+            return Trace(0, seconds, [split] * steps, np.ones((steps, 2)), np.ones((steps, 2)), 1.0)
+
+    assert dynamic._best(Timed(), list(turns), 10) == (9, 7)  # type: ignore[arg-type]
+    assert {made.count(split) for split in turns} == {dynamic.FINALS}
+    assert made[:3] == made[3:6][::-1], "back and forth"

@@ -237,3 +237,16 @@ def test_lines_that_cross_between_very_different_batches_are_no_equals() -> None
         curves = curves.observe([small, large], [0.2 + 1e-5 * small, 0.1 + 0.0013 * large])
     own, pooled = curves.times([14, 140]), curves.pooled([14, 140]).times([14, 140])
     np.testing.assert_allclose(pooled, own, rtol=1e-9)
+
+
+def test_a_leap_corrects_the_slope_and_not_the_speed() -> None:
+    """Between 12 and 20 samples noise hid that time grows with the batch; 64 show it."""
+    curves = Curves.guess([1.0])
+    for batch in [16, 12, 20] * 6:
+        curves = curves.observe([batch], [0.1])
+    assert curves.times([64])[0] < 0.2
+    for _ in range(3):
+        curves = curves.observe([64], [0.4])
+    assert curves.times([64])[0] == pytest.approx(0.4, rel=0.1)
+    assert curves.times([16])[0] == pytest.approx(0.1, rel=0.2)
+    assert curves.changes[0] == 0

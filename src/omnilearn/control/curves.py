@@ -32,6 +32,8 @@ GATE = 4.0
 """An outlier is further away than so many standard deviations…"""
 GATE_FLOOR = 0.25
 """… and further than this fraction of the step time."""
+LEAP = 2.0
+"""A batch that is so many times the one last measured."""
 SAME_CHANGE = 1.5
 """Two outliers that differ by no more than this factor show the same change of speed; others are two outliers."""
 RECENT = 0.6
@@ -202,7 +204,9 @@ class Curves:
         spread = (bb * one * one - 2 * ab * one * x + aa * x * x) / (aa * bb - ab * ab)
         spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
         deviation = self.noise * np.sqrt(1 + spread)
-        outlier = measured & ~first & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
+        # Slower than expected with a batch that is several times larger than before: the line was too flat.
+        leap = (b >= LEAP * self.at) & (error > 0)
+        outlier = measured & ~first & ~leap & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
         ratio = np.where(measured, t / predicted, 1.0)
         changed, inlier = outlier, measured
         if outlier.any():
@@ -231,7 +235,7 @@ class Curves:
         # Errors that all go one way: a change too small to stand out from the noise at once.
         # At another batch than before it is the line's slope that is wrong, and least squares put that right.
         past = np.where(b == self.at, self.bias, 0.0)
-        bias = np.where(inlier & ~first, RECENT * past + (1 - RECENT) * error, self.bias)
+        bias = np.where(inlier & ~first, RECENT * past + (1 - RECENT) * np.where(leap, 0.0, error), self.bias)
         drifted = inlier & (self.seen >= KNOWN) & (np.abs(bias) > np.maximum(DRIFT * deviation, DRIFT_FLOOR))
         info = np.stack([aa, ab, bb])
         changed = changed | drifted

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from omnilearn.control.allocate import allocate, step_time
-from omnilearn.control.curves import Curves, passes
+from omnilearn.control.curves import LEAP, Curves, passes
 from omnilearn.control.problem import Floats, Ints, Problem
-
-LEAP = 2.0
-"""A batch that is so many times the one last measured."""
 
 Workers = tuple[int, ...]
 
