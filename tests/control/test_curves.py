@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -250,3 +251,17 @@ def test_a_leap_corrects_the_slope_and_not_the_speed() -> None:
     assert curves.times([64])[0] == pytest.approx(0.4, rel=0.1)
     assert curves.times([16])[0] == pytest.approx(0.1, rel=0.2)
     assert curves.changes[0] == 0
+
+
+def test_workers_far_apart_are_no_equals_however_little_is_known_of_them() -> None:
+    """One of three has just become much faster, and measurements are so noisy that it could be chance."""
+    curves, batches = Curves.guess([1.0] * 3), [16] * 3
+    for _ in range(40):
+        curves = curves.observe(batches, [0.1] * 3)
+    curves = replace(curves, noise=np.full(3, 0.15))
+    for _ in range(8):
+        if not curves.changes[2]:
+            curves = curves.observe(batches, [0.1, 0.1, 0.07])
+    assert curves.changes.tolist() == [0, 0, 1]
+    times = curves.times(batches)
+    assert curves.pooled(batches).times(batches)[2] == pytest.approx(times[2], rel=1e-3)

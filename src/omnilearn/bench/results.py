@@ -188,9 +188,11 @@ def _dynamic(record: Data) -> list[str]:
         ]
         load = record["summary"].get("load")
         busy = "" if load is None else f" (worker {load}'s device busy with other work)"
+        turn = record["summary"].get("turn")
+        how = f"All travelled together in turns of {turn} steps" if turn else "One travelled after the other"
         parts += [
             f"*{name}*, {record['summary']['steps']} steps at each of {' → '.join(record['summary']['climb'])}{busy}. "
-            f"Steps after each change until 0.9 of the new oracle: {', '.join(by_stage[1:])} "
+            f"{how}. Steps after each change until 0.9 of the new oracle: {', '.join(by_stage[1:])} "
             f"(goal: {record['summary']['goal']}).\n",
             table(["contestant", "seconds", "quartiles", "of uniform's time"], rows),
         ]
