@@ -257,6 +257,20 @@ def test_one_is_tried_alone_where_its_line_says_it_is_a_tie() -> None:
     assert lab.active == (3,)
 
 
+def test_what_costs_more_to_try_waits_longer() -> None:
+    """One worker alone would take 1.3 times as long: not tried while the cluster may still be changing."""
+    lab = Lab(
+        Problem.of(60, speeds=[1, 1, 1, 3]),
+        line([0.02] * 4, [0.003, 0.003, 0.003, 0.0009]),
+        Optimal(),
+        together=lambda b: 0.01 if (b > 0).sum() > 1 else 0.0,
+    )
+    lab.run(30)
+    assert not any(reason == "park: try" for _, _, reason in lab.log)
+    lab.run(80)
+    assert any(reason == "park: try" for _, _, reason in lab.log)
+
+
 def test_half_of_the_workers_are_tried_where_reducing_is_dear() -> None:
     """Four equal workers: with two of them reducing costs less, in what is seen of it and in their own time."""
 
@@ -278,7 +292,7 @@ def test_fewer_are_tried_where_one_alone_was_quicker_than_its_line(own: tuple[in
         Optimal(),
         together=lambda b: 0.002 if (b > 0).sum() > 1 else 0.0,
     )
-    lab.run(150)
+    lab.run(200)
     assert len(lab.active) == best
 
 

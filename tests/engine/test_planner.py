@@ -75,9 +75,13 @@ def pair(tmp_path: Path):
     ]
     samplers = [Sampler(1600, [8, 8]) for _ in planners]
 
-    def step(sizes: tuple[int, int], seconds: tuple[float | None, float | None]) -> None:
+    def step(
+        sizes: tuple[int, int], seconds: tuple[float | None, float | None], thinking: tuple[int, ...] = ()
+    ) -> None:
         for planner, sampler in zip(planners, samplers, strict=True):
             planner.tick(sampler, 1, idle=False)
+        for rank in thinking:
+            planners[rank].think(samplers[rank], 1)
         for rank in (0, 1):
             took = seconds[rank]
             clocks[rank].steps.append(None if took is None else Timing(took, 0.1))
@@ -172,6 +176,23 @@ def test_after_a_restore_nothing_of_before_is_waited_for(pair) -> None:
     for planner in planners:
         planner.restore(planner.state, 0)
         assert planner._exchange is None
+
+
+def test_who_has_time_thinks_earlier_and_all_end_an_exchange_at_the_same_step(pair) -> None:
+    """Rank 0 reads the answers while it waits for gradients, rank 1 (parked, say) at the next step."""
+    step, policy, planners = pair
+    for _ in range(3):
+        step((8, 8), (0.5, 0.6))
+    assert not policy.reports
+    step((8, 8), (0.5, 0.6), thinking=(0,))  # an exchange begins
+    assert len(policy.reports) == 1
+    assert all(planner._exchange is not None for planner in planners)  # so all would end it in ``confirm``
+    planners[0].think(Sampler(1600, [8, 8]), 1)  # a backward pass done again, after it ran out of memory
+    assert len(policy.reports) == 1
+    step((8, 8), (0.5, 0.6), thinking=(0,))
+    assert len(policy.reports) == 2
+    assert all(planner._exchange is None for planner in planners)
+    assert policy.reports[0].busy.tolist() == policy.reports[1].busy.tolist()
 
 
 def test_sizes_are_remembered() -> None:

@@ -385,6 +385,30 @@ def test_compiled_models_are_not_compiled_for_every_batch_size(gang: Gang, order
     assert equal(results[0][2], results[1][2])
 
 
+# Deciding
+
+
+def thinking() -> Any:
+    with OmniLearn(8) as omni:
+        model, optimizer = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+        assert omni._engine is not None
+        planner, read = omni._engine.planner, []
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            before = planner._exchange
+            omni.backward(F.cross_entropy(model(x), y))
+            if before is not None:
+                read.append(before.read)
+            optimizer.step()
+            optimizer.zero_grad()
+        return read
+
+
+def test_batches_are_decided_on_while_waiting_for_gradients(gang: Gang) -> None:
+    for read in gang.run(2, thinking):
+        assert read
+        assert all(read)
+
+
 # BatchNorm
 
 

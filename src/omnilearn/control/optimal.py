@@ -50,12 +50,14 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 TIE = 0.02
 """The least predicted gain for which another set of workers is tried."""
-BEARABLE = 1.5
-"""One worker is tried alone even if by its line a step takes longer, by no more than this factor…"""
+CALM, NEARLY = 2, 1.3
+"""Once a plan has held for so many reports, one worker is tried alone even if by its line a step takes longer, by no
+more than this factor…"""
+PATIENT, BEARABLE = 6, 1.5
+"""… or, once it has held for longer, by this one…"""
 DEAR = 0.3
-"""… and half of them are where acting together costs so much of the step, or one alone surprised…"""
-CALM = 2
-"""… once a plan has held for so many reports."""
+"""… which is borne at once where acting together costs so much of the step. There, and where one alone surprised, half
+of the workers are tried too."""
 HOPELESS = 0.2
 """A trial ends early where it is slower by this fraction of the time before, and more than noise could fake."""
 HOPE = 0.1
@@ -305,9 +307,11 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
     curves, active = state.curves, np.asarray(state.plan.active)
     if state.settled < CALM or len(active) < 2:
         return None
+    dear = cost[len(active)] > DEAR * now
+    bound = (BEARABLE if dear or state.settled >= PATIENT else NEARLY) * now
     known = {len(workers): found for workers, found in state.refuted}
     counts = {1}
-    if cost[len(active)] > DEAR * now:
+    if dear:
         counts.add(len(active) // 2)
     if 1 in known and known[1].surprised:
         counts |= {len(active) // 2, len(active) - 1}
@@ -316,10 +320,10 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
         shares = np.full(problem.workers, problem.global_batch / n)
         times = np.maximum(curves.times(shares), at_least(shares, curves))[active]
         workers = tuple(sorted(active[np.lexsort((curves.beta[active], times))[:n]].tolist()))
-        if feasible(problem, workers) and at_best(problem, curves, workers, cost) < BEARABLE * now:
+        if feasible(problem, workers) and at_best(problem, curves, workers, cost) < bound:
             looks.append(split_over(problem, curves, workers))
     best = min(looks, key=lambda b: cautious(b, curves, cost, early=False), default=None)
-    return best if best is not None and cautious(best, curves, cost, early=False) < BEARABLE * now else None
+    return best if best is not None and cautious(best, curves, cost, early=False) < bound else None
 
 
 def _asked(problem: Problem, state: OptimalState) -> Workers:

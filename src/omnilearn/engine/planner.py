@@ -1,8 +1,9 @@
 """Carries timings to the policy and plans to the sampler, at the same steps on every rank.
 
-Every few steps all ranks exchange what they measured, in one small asynchronous all-gather; one step later each runs
-the same pure policy on the same report. A new plan takes effect as many steps ahead as the deepest prefetch of any
-rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
+Every few steps all ranks exchange what they measured, in one small asynchronous all-gather, and each runs the same
+pure policy on the same report: while it waits for the others' gradients, or at the start of the next step. A new plan
+takes effect as many steps ahead as the deepest prefetch of any rank, so that nothing already fetched is thrown away.
+Decides nothing itself; how the ranks talk is the framework's.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class _Exchange:
     begun: int
     sizes: list[tuple[int, ...]]
     answers: Answers
+    read: bool = False  # the policy has seen the answers
+    stop: Stop | None = None  # which were that
 
     @property
     def due(self) -> int:
@@ -177,6 +180,11 @@ class Planner:
             self._begin(step, idle)
         return None
 
+    def think(self, sampler: Sampler, horizon: int) -> None:
+        """Read the answers under way already now: this rank has nothing to do but wait for the others' gradients."""
+        if self._exchange is not None:
+            self._read(self._exchange, sampler, horizon)
+
     def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
         """An exchange here and now. Before anything the parked do together with the others: those may have left."""
         if self._exchange is None:
@@ -198,10 +206,10 @@ class Planner:
         self._forget_exchange()
 
     def _forget_exchange(self) -> None:
-        if self._exchange is not None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and not exchange.read:
             with contextlib.suppress(OmniLearnError, RuntimeError):
-                self._exchange.answers()
-            self._exchange = None
+                exchange.answers()
 
     def _begin(self, step: int, idle: bool, stop: Stop | None = None, look: bool = True) -> None:
         expected = self._next - self._reported  # also where it comes earlier: all must send the same length
@@ -227,8 +235,17 @@ class Planner:
             self._pulse.look()
 
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None
+        """The exchange is over, on all ranks at the same step, whenever each of them read the answers."""
+        assert self._exchange is not None
+        exchange = self._exchange
+        self._read(exchange, sampler, horizon)
+        self._exchange = None
+        return exchange.stop
+
+    def _read(self, exchange: _Exchange, sampler: Sampler, horizon: int) -> None:
+        if exchange.read:
+            return
+        exchange.read = True
         table = exchange.answers()
         if np.any(table[:, 5] != table[0, 5]):
             raise OmniLearnError(
@@ -238,9 +255,9 @@ class Planner:
         self._hear_of_memory(table[:, 3], table[:, 4])
         leaver = table[table[:, 0].argmax()]
         if leaver[0] >= 0:
-            stop = Stop(int(leaver[0]), int(leaver[1]))
-            self._reset(self.state, stop.step)
-            return stop
+            exchange.stop = Stop(int(leaver[0]), int(leaver[1]))
+            self._reset(self.state, exchange.stop.step)
+            return
         if exchange.sizes:
             rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
             busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
@@ -254,7 +271,6 @@ class Planner:
                 self._story.plan(self.state, exchange.due + horizon)
             self._story.curves(self.state, exchange.due)
         self._next = exchange.begun + max(self.state.interval, 1)
-        return None
 
     def _hear_of_memory(self, micro: Any, failed: Any) -> None:
         """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""

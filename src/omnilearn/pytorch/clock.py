@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from omnilearn.engine.planner import Timing
 
 
 class Clock:
-    """One per process. ``ready`` is called inside the backward pass, ``reduced`` after it."""
+    """One per process. ``reduced`` is called after the backward pass; ``meanwhile`` by it, when it begins to wait."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._meanwhile = meanwhile
         self._cuda = device.type == "cuda"
         self._last: Any = None  # the end of the reduction before, None: not known
         self._ready: Any = None
@@ -30,7 +32,7 @@ class Clock:
         self._last = None
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Have ``ready`` called when the backward pass of ``loss`` has computed every local gradient.
+        """Note the moment when the backward pass of ``loss`` has computed every local gradient.
 
         The callback is queued at the very start of the backward pass; DistributedDataParallel queues the one that
         waits for its reductions later, and callbacks run in order.
@@ -44,6 +46,7 @@ class Clock:
 
     def _mark(self) -> None:
         self._ready = self._now()
+        self._meanwhile()
 
     def reduced(self) -> None:
         end = self._now()
