@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from omnilearn.bench.clusters import CLUSTERS, Cluster, Replan, simulate
-from omnilearn.control import Optimal, Problem, Report
-from omnilearn.control.evidence import AT_ONCE, ENTRIES, REFUTED, SETTLED, OptimalState, Refuted, _absorb
+from omnilearn.control import Optimal, Plan, Problem, Report
+from omnilearn.control.evidence import AT_ONCE, ENTRIES, REFUTED, SETTLED, OptimalState, Refuted, Trial, _absorb
 from omnilearn.control.subsets import expected_cost
 
 SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
@@ -269,6 +269,22 @@ def test_what_costs_more_to_try_waits_longer() -> None:
     assert not any(reason == "park: try" for _, _, reason in lab.log)
     lab.run(80)
     assert any(reason == "park: try" for _, _, reason in lab.log)
+
+
+@pytest.mark.parametrize(("expected", "seconds", "active"), [(1.2, 0.96, 4), (1.2, 0.8, 1), (0.9, 0.96, 1)])
+def test_what_nothing_spoke_for_must_be_faster_by_more_than_noise(expected: float, seconds: float, active: int) -> None:
+    """A worker alone, by 4% or 20% faster than all were, where steps differ by 15%; and by its line slower or not."""
+    lab = Lab(Problem.of(60, speeds=[1, 1, 1, 3]), line([0.02] * 4, [0.003, 0.003, 0.003, 0.001]), Optimal())
+    lab.run(40)
+    state, alone = lab.state, (0, 0, 0, 60)
+    trial = Trial(before=state.plan, baseline=1.0, steps=8)
+    slopes = np.array([1.0, 1.0, 1.0, seconds / 60])
+    curves = replace(state.curves, noise=np.full(4, 0.15), alpha=np.zeros(4), beta=slopes)
+    plan = Plan(alone, "park: try", expected, 1.0)
+    state = replace(state, trial=trial, plan=plan, curves=curves, times=(seconds,) * 8)
+    after = Optimal().update(lab.problem, state, Report.of([alone] * 2, [[0, 0, 0, seconds]] * 2))
+    assert after.trial is None
+    assert len(after.plan.active) == active
 
 
 def test_half_of_the_workers_are_tried_where_reducing_is_dear() -> None:

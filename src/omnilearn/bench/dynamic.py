@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,8 +223,7 @@ def _journey(
     for stage, word in enumerate(way.climb):
         way.change(word)
         for turn in range(way.turns):
-            # Back and forth: nobody always comes after the same neighbour.
-            for who in order if (stage + turn) % 2 else order[::-1]:
+            for who in random.sample(order, len(order)):  # nobody is always far from the oracle, in time
                 fixed = {SPLITS: splits[word], "ddp": (batch // gang.size,) * gang.size}.get(who)
                 trace = gang.block(who, *([] if fixed is None else [way.each, fixed]))
                 made[who].seconds[stage, turn] = trace.seconds

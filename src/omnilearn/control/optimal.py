@@ -234,7 +234,9 @@ class Optimal:
             trial = replace(trial, rebalances=trial.rebalances - 1)
             return _follow(replace(state, trial=trial), as_plan(balanced, "rebalance", then, now))
         price = max(count, self.trial_steps) * measured / trial.baseline
-        if measured < 0.99 * trial.baseline:
+        # What no prediction spoke for has to be faster by more than noise could fake.
+        unlikely = unclear and (plan.predicted or 0.0) >= trial.baseline
+        if measured < 0.99 * trial.baseline and not unlikely:
             kept = replace(plan, reason=plan.reason.replace("try", "kept"))
             return self._improve(problem, replace(state, plan=kept, trial=None, price=price))
         back = split_over(problem, state.curves.pooled(trial.before.sizes), trial.before.active)
