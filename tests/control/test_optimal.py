@@ -454,7 +454,11 @@ def test_a_refuted_worker_that_turns_fast_is_tried_again() -> None:
     assert lab.active == (0,)
     assert not refuted.stands(lab.steps, (0.06,), 0.03)
     assert replace(refuted, failures=2).stands(lab.steps, (0.06,), 0.03)  # not believed a second time
-    assert refuted.stands(refuted.since + REFUTED - 1, (0.06,), 0.03)  # nor at once
+    soon = refuted.since + REFUTED - 1
+    assert refuted.stands(soon, (0.06,), 0.03)  # nor at once, where it was promised before
+    assert replace(refuted, promised=0.03).stands(soon, (0.06,), 0.03)
+    assert not replace(refuted, promised=0.07).stands(soon, (0.06,), 0.03)  # but where it never was
+    assert replace(refuted, promised=0.07).stands(soon, (0.03,), 0.03)  # and this would be slower
 
 
 # Reports that say what was expected

@@ -65,11 +65,14 @@ class Refuted:
     def stands(self, step: int, times: tuple[float, ...], predicted: float) -> bool:
         """Neither has enough time passed, nor has the present plan, by its step times, become the slower one.
 
-        ``predicted``: what a step with these workers should take now: their speeds may have changed. After a second
-        failure that is not believed any more; perhaps they are always slower without the others.
+        ``predicted``: what a step with these workers should take now: their speeds may have changed. That is believed
+        after a while, or at once where it is much quicker than the lines ever said. After a second failure it is not
+        any more; perhaps they are always slower without the others.
         """
-        changed = self.failures == 1 and step >= self.since + REFUTED
-        seconds = self.seconds * (predicted / self.predicted if changed else 1.0)
+        before = min(self.promised, self.predicted)
+        quicker = predicted < QUICKER * before
+        changed = self.failures == 1 and (quicker or step >= self.since + REFUTED)
+        seconds = self.seconds * (predicted / (before if quicker else self.predicted) if changed else 1.0)
         return step < self.until and not (times and median(times) > 1.1 * seconds)
 
 
