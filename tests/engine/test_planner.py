@@ -32,7 +32,10 @@ class Twin(Peers):
     def exchange(self, row: np.ndarray) -> Answers:
         self._rows[self.rank].append(row)
         number = len(self._rows[self.rank]) - 1
-        return lambda: np.stack([rows[number] for rows in self._rows])
+        return Answers(
+            wait=lambda: np.stack([rows[number] for rows in self._rows]),
+            ready=lambda: all(len(rows) > number for rows in self._rows),
+        )
 
     def speed(self) -> float:
         return 1.0
@@ -193,6 +196,17 @@ def test_who_has_time_thinks_earlier_and_all_end_an_exchange_at_the_same_step(pa
     assert len(policy.reports) == 2
     assert all(planner._exchange is None for planner in planners)
     assert policy.reports[0].busy.tolist() == policy.reports[1].busy.tolist()
+
+
+def test_nobody_waits_for_answers_while_gradients_are_on_their_way(pair) -> None:
+    _, policy, planners = pair
+    planners[0]._begin(0, idle=False)
+    planners[0].think(Sampler(1600, [8, 8]), 1)
+    assert not planners[0]._exchange.read
+    planners[1]._begin(0, idle=False)
+    planners[0].think(Sampler(1600, [8, 8]), 1)
+    assert planners[0]._exchange.read
+    assert not policy.reports  # there was nothing in it
 
 
 def test_sizes_are_remembered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,13 @@ import numpy.typing as npt
 from omnilearn.cluster.resources import Resources, peak_memory
 from omnilearn.errors import OmniLearnError, UsageError
 
-Answers = Callable[[], npt.NDArray[np.float64]]
-"""Waits for an exchange under way; one row per rank."""
+
+@dataclass(frozen=True)
+class Answers:
+    """An exchange under way: ``wait`` gives one row per rank, ``ready`` says whether that takes no time any more."""
+
+    wait: Callable[[], npt.NDArray[np.float64]]
+    ready: Callable[[], bool]
 
 
 class Peers(ABC):

@@ -181,8 +181,11 @@ class Planner:
         return None
 
     def think(self, sampler: Sampler, horizon: int) -> None:
-        """Read the answers under way already now: this rank has nothing to do but wait for the others' gradients."""
-        if self._exchange is not None:
+        """Read the answers already now, if they are there: this rank has nothing to do but wait for others' gradients.
+
+        It would not be quicker to wait for the answers instead: of parked workers, say, who are not waited for.
+        """
+        if self._exchange is not None and self._exchange.answers.ready():
             self._read(self._exchange, sampler, horizon)
 
     def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
@@ -209,7 +212,7 @@ class Planner:
         exchange, self._exchange = self._exchange, None
         if exchange is not None and not exchange.read:
             with contextlib.suppress(OmniLearnError, RuntimeError):
-                exchange.answers()
+                exchange.answers.wait()
 
     def _begin(self, step: int, idle: bool, stop: Stop | None = None, look: bool = True) -> None:
         expected = self._next - self._reported  # also where it comes earlier: all must send the same length
@@ -246,7 +249,7 @@ class Planner:
         if exchange.read:
             return
         exchange.read = True
-        table = exchange.answers()
+        table = exchange.answers.wait()
         if np.any(table[:, 5] != table[0, 5]):
             raise OmniLearnError(
                 "the ranks do not agree on the plan in force, though each computes it from the same timings: are their "

@@ -92,7 +92,7 @@ class World(Peers):
                 work.wait(self.timeout)
             return np.asarray(torch.stack(answers).numpy())
 
-        return wait
+        return Answers(wait, ready=work.is_completed)
 
     def speed(self) -> float:
         return resources.measure_flops(str(self.device))

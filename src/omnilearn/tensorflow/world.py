@@ -91,7 +91,7 @@ class World(Peers):
             with self.naming_the_culprit("exchanging timings"):
                 return answer.result(self.timeout + 60)
 
-        return wait
+        return Answers(wait, ready=answer.done)
 
     def _do_exchanges(self, wanted: queue.SimpleQueue[Any]) -> None:
         while (asked := wanted.get()) is not None:
