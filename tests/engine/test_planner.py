@@ -84,7 +84,7 @@ def pair(tmp_path: Path):
         for planner, sampler in zip(planners, samplers, strict=True):
             planner.tick(sampler, 1, idle=False)
         for rank in thinking:
-            planners[rank].think(samplers[rank], 1)
+            planners[rank].think()
         for rank in (0, 1):
             took = seconds[rank]
             clocks[rank].steps.append(None if took is None else Timing(took, 0.1))
@@ -190,7 +190,7 @@ def test_who_has_time_thinks_earlier_and_all_end_an_exchange_at_the_same_step(pa
     step((8, 8), (0.5, 0.6), thinking=(0,))  # an exchange begins
     assert len(policy.reports) == 1
     assert all(planner._exchange is not None for planner in planners)  # so all would end it in ``confirm``
-    planners[0].think(Sampler(1600, [8, 8]), 1)  # a backward pass done again, after it ran out of memory
+    planners[0].think()  # a backward pass done again, after it ran out of memory
     assert len(policy.reports) == 1
     step((8, 8), (0.5, 0.6), thinking=(0,))
     assert len(policy.reports) == 2
@@ -198,14 +198,27 @@ def test_who_has_time_thinks_earlier_and_all_end_an_exchange_at_the_same_step(pa
     assert policy.reports[0].busy.tolist() == policy.reports[1].busy.tolist()
 
 
+def test_what_was_thought_is_not_known_before_it_is_on_all_ranks(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that begins in between starts with the same batches everywhere."""
+    step, policy, planners = pair
+    monkeypatch.setattr(policy, "update", lambda problem, state, report: State(Plan((9, 7)), interval=3))
+    for _ in range(3):
+        step((8, 8), (0.5, 0.6))
+    step((8, 8), (0.5, 0.6), thinking=(0,))
+    assert planners[0]._exchange.outcome.state.plan.batches == (9, 7)
+    assert [planner.plan.batches for planner in planners] == [(8, 8), (8, 8)]
+    step((8, 8), (0.5, 0.6))
+    assert [planner.plan.batches for planner in planners] == [(9, 7), (9, 7)]
+
+
 def test_nobody_waits_for_answers_while_gradients_are_on_their_way(pair) -> None:
     _, policy, planners = pair
     planners[0]._begin(0, idle=False)
-    planners[0].think(Sampler(1600, [8, 8]), 1)
-    assert not planners[0]._exchange.read
+    planners[0].think()
+    assert planners[0]._exchange.outcome is None
     planners[1]._begin(0, idle=False)
-    planners[0].think(Sampler(1600, [8, 8]), 1)
-    assert planners[0]._exchange.read
+    planners[0].think()
+    assert planners[0]._exchange.outcome is not None
     assert not policy.reports  # there was nothing in it
 
 

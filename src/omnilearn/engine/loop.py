@@ -128,8 +128,7 @@ class SyncLoop(ABC):
 
     def think(self) -> None:
         """This worker's gradients are ready, and it waits for the others': time to decide on batches."""
-        if self.source is not None:
-            self.planner.think(self.source.sampler, self.source.horizon)
+        self.planner.think()
 
     def end_share(self, source: Source, share: Share) -> None:
         """The user is through with it."""

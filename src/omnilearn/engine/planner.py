@@ -1,9 +1,9 @@
 """Carries timings to the policy and plans to the sampler, at the same steps on every rank.
 
 Every few steps all ranks exchange what they measured, in one small asynchronous all-gather, and each runs the same
-pure policy on the same report: while it waits for the others' gradients, or at the start of the next step. A new plan
-takes effect as many steps ahead as the deepest prefetch of any rank, so that nothing already fetched is thrown away.
-Decides nothing itself; how the ranks talk is the framework's.
+pure policy on the same report: while it waits for the others' gradients, or else at the start of the next step, where
+what was decided becomes known on all of them. A new plan takes effect as many steps ahead as the deepest prefetch of
+any rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from omnilearn.control import Plan, Policy, Problem, Report, State
+from omnilearn.control.problem import Floats
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Answers, Peers
 from omnilearn.engine.story import Story
@@ -71,6 +72,14 @@ class Stop:
     offset: int
 
 
+class _Outcome(NamedTuple):
+    """What everybody said in an exchange, and what follows from it."""
+
+    table: Floats
+    problem: Problem
+    state: State
+
+
 @dataclass
 class _Exchange:
     """An all-gather under way: the steps it tells of, and where the answers come from."""
@@ -78,8 +87,7 @@ class _Exchange:
     begun: int
     sizes: list[tuple[int, ...]]
     answers: Answers
-    read: bool = False  # the policy has seen the answers
-    stop: Stop | None = None  # which were that
+    outcome: _Outcome | None = None  # once it was thought about
 
     @property
     def due(self) -> int:
@@ -180,13 +188,15 @@ class Planner:
             self._begin(step, idle)
         return None
 
-    def think(self, sampler: Sampler, horizon: int) -> None:
-        """Read the answers already now, if they are there: this rank has nothing to do but wait for others' gradients.
+    def think(self) -> None:
+        """Have the policy decide already now, if the answers are there: this rank only waits for others' gradients.
 
-        It would not be quicker to wait for the answers instead: of parked workers, say, who are not waited for.
+        Nothing else changes before the exchange is over: others may not have thought yet. Answers are not waited for:
+        those of parked workers, say, may come later than the gradients.
         """
-        if self._exchange is not None and self._exchange.answers.ready():
-            self._read(self._exchange, sampler, horizon)
+        exchange = self._exchange
+        if exchange is not None and exchange.outcome is None and exchange.answers.ready():
+            exchange.outcome = self._decide(exchange)
 
     def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
         """An exchange here and now. Before anything the parked do together with the others: those may have left."""
@@ -210,7 +220,7 @@ class Planner:
 
     def _forget_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and not exchange.read:
+        if exchange is not None and exchange.outcome is None:
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 exchange.answers.wait()
 
@@ -238,47 +248,45 @@ class Planner:
             self._pulse.look()
 
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
-        """The exchange is over, on all ranks at the same step, whenever each of them read the answers."""
-        assert self._exchange is not None
-        exchange = self._exchange
-        self._read(exchange, sampler, horizon)
-        self._exchange = None
-        return exchange.stop
+        """The exchange is over, on all ranks at the same step, whenever each of them thought about it."""
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        table, problem, state = exchange.outcome or self._decide(exchange)
+        self._hear_of_memory(table[:, 3], table[:, 4], problem)
+        leaver = table[table[:, 0].argmax()]
+        if leaver[0] >= 0:
+            stop = Stop(int(leaver[0]), int(leaver[1]))
+            self._reset(self.state, stop.step)
+            return stop
+        before, self.state = self.state.plan, state
+        if state.plan.batches != before.batches:
+            sampler.schedule(state.plan.batches, exchange.due + horizon)
+            self._notify(state.plan, exchange.due + horizon)
+        if state.plan.reason != before.reason or state.plan.batches != before.batches:
+            self._story.plan(state, exchange.due + horizon)
+        self._story.curves(state, exchange.due)
+        self._next = exchange.begun + max(state.interval, 1)
+        return None
 
-    def _read(self, exchange: _Exchange, sampler: Sampler, horizon: int) -> None:
-        if exchange.read:
-            return
-        exchange.read = True
+    def _decide(self, exchange: _Exchange) -> _Outcome:
+        """What follows from the answers. Changes nothing."""
         table = exchange.answers.wait()
         if np.any(table[:, 5] != table[0, 5]):
             raise OmniLearnError(
                 "the ranks do not agree on the plan in force, though each computes it from the same timings: are their "
                 "versions of numpy the same, and does a policy of your own use nothing but its arguments?"
             )
-        self._hear_of_memory(table[:, 3], table[:, 4])
-        leaver = table[table[:, 0].argmax()]
-        if leaver[0] >= 0:
-            exchange.stop = Stop(int(leaver[0]), int(leaver[1]))
-            self._reset(self.state, exchange.stop.step)
-            return
-        if exchange.sizes:
-            rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
-            busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
-            report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
-            before = self.state.plan
-            self.state = self.policy.update(self.problem, self.state, report)
-            if self.state.plan.batches != before.batches:
-                sampler.schedule(self.state.plan.batches, exchange.due + horizon)
-                self._notify(self.state.plan, exchange.due + horizon)
-            if self.state.plan.reason != before.reason or self.state.plan.batches != before.batches:
-                self._story.plan(self.state, exchange.due + horizon)
-            self._story.curves(self.state, exchange.due)
-        self._next = exchange.begun + max(self.state.interval, 1)
+        problem = self.problem if np.array_equal(table[:, 3], self._micro) else self.problem.holding(table[:, 3])
+        if not exchange.sizes or np.any(table[:, 0] >= 0):  # nothing was measured, or somebody leaves
+            return _Outcome(table, problem, self.state)
+        rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
+        busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
+        report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
+        return _Outcome(table, problem, self.policy.update(problem, self.state, report))
 
-    def _hear_of_memory(self, micro: Any, failed: Any) -> None:
-        """Everybody's largest micro-batch (0: not known), for the policy; and who ran out of memory."""
-        if not np.array_equal(micro, self._micro):
-            self._micro, self.problem = micro.copy(), self.problem.holding(micro)
+    def _hear_of_memory(self, micro: Any, failed: Any, problem: Problem) -> None:
+        """Everybody's largest micro-batch (0: not known), the problem that is made of it, and who ran out of memory."""
+        self._micro, self.problem = micro, problem
         for rank in np.flatnonzero(failed):
             if rank != self._world.rank:
                 log.warning("rank %d ran out of memory with %d samples: it computes %d at a time from now on",
