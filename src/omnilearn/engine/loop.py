@@ -126,10 +126,6 @@ class SyncLoop(ABC):
         """The user gets (the first piece of) this share."""
         self.share, self.done = share, False
 
-    def think(self) -> None:
-        """This worker's gradients are ready, and it waits for the others': time to decide on batches."""
-        self.planner.think()
-
     def end_share(self, source: Source, share: Share) -> None:
         """The user is through with it."""
         self.planner.record(share.sizes, True, self._data, self.loss)

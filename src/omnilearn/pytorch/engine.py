@@ -62,7 +62,7 @@ class SyncEngine(SyncLoop):
         events: EventLog | None = None,
     ) -> None:
         self.module, self.optimizer, self.others = module, optimizer, others
-        self.clock = Clock(world.device, meanwhile=self.think)
+        self.clock = Clock(world.device, meanwhile=lambda: self.planner.think())
         events = events or EventLog(None, world.rank)
         self.memory = Memory(
             world.device,
