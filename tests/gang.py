@@ -11,10 +11,12 @@ import gc
 import importlib
 import multiprocessing as mp
 import os
+import re
 import signal
 import tempfile
 import time
 import traceback
+import warnings
 from math import ceil
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,6 +36,16 @@ class WorkerError(AssertionError):
     def __init__(self, errors: dict[int, tuple[str, str]]) -> None:
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, (_, text) in errors.items()))
         self.errors = errors
+
+
+class StuckFork(AssertionError):
+    """A rank waited for a data worker that it had forked."""
+
+
+def _shortened(stacks: str, frames: int = 7) -> str:
+    """The innermost frames of each thread, without the folders that all files lie in."""
+    threads = [thread.splitlines()[: frames + 1] for thread in stacks.split("\n\n")]
+    return "\n".join(re.sub(r'"/.*?/(?=[^/]+/[^/]+")', '"', line) for thread in threads for line in thread)
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
@@ -64,7 +76,18 @@ class Gang:
     def run(
         self, size: int, function: Any, *args: Any, environment: dict[int, dict[str, str]] | None = None
     ) -> list[Any]:
-        """Run ``function(*args)`` on ranks 0 … size-1; their results, or a WorkerError with every rank's error."""
+        """Run ``function(*args)`` on ranks 0 … size-1; their results, or a WorkerError with every rank's error.
+
+        Where a rank's forked data worker never answers, once more with new processes: forking a process that has
+        threads, as gloo's, may leave a lock taken for ever in the child (pytorch#75147, #130610). A warning says where.
+        """
+        try:
+            return self._run(size, function, *args, environment=environment)
+        except StuckFork as stuck:
+            warnings.warn(str(stuck), stacklevel=2)
+            return self._run(size, function, *args, environment=environment)
+
+    def _run(self, size: int, function: Any, *args: Any, environment: dict[int, dict[str, str]] | None) -> list[Any]:
         while len(self._members) < size:
             mine, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._stacks.name), daemon=False)
@@ -93,7 +116,8 @@ class Gang:
                 stacks = self._where([members[rank][0].pid for rank in late])
                 self.close(kill=True)
                 said = {rank: value for rank, (how, value) in outcomes.items() if how == "failed"}
-                raise AssertionError(
+                kind = StuckFork if "in _try_get_data" in stacks else AssertionError
+                raise kind(
                     f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s; others: "
                     f"{WorkerError(said)}\n{stacks}"
                 )
@@ -106,21 +130,24 @@ class Gang:
         return [outcomes[rank][1] for rank in range(size)]
 
     def _where(self, pids: list[int]) -> str:
-        """What each thread of these processes, and of the processes they started, is at."""
+        """What each thread of these processes, and of the processes they started, is at: the latter first."""
         self._stacks.seek(0, os.SEEK_END)
         texts = []
-        for pid in pids:
-            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    title = f"process {process.pid}, child of {process.ppid()}"
-                    process.send_signal(signal.SIGUSR1)
-                    time.sleep(0.5)
-                    texts.append(f"{title}:\n{self._stacks.read()}")
+        ranks = [psutil.Process(pid) for pid in pids]
+        for process in [child for rank in ranks for child in rank.children(recursive=True)] + ranks:
+            with contextlib.suppress(psutil.Error):
+                title = f"process {process.pid}, child of {process.ppid()}, {process.status()}"
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(0.5)
+                texts.append(f"{title}:\n{_shortened(self._stacks.read())}")
         return "\n".join(texts)
 
     def close(self, kill: bool = False) -> None:
         for process, pipe in self._members:
             if kill:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()  # a stuck one would outlive its rank
                 process.kill()
             else:
                 pipe.send(None)
