@@ -49,16 +49,19 @@ def test_near_the_optimum_after_four_replans(cluster: Cluster, histories) -> Non
 
 @by_name
 def test_near_the_optimum_in_the_end(cluster: Cluster, histories) -> None:
-    ends = [reached(cluster, run[-1]) for run in histories(cluster)[:LONG]]
+    # But for a look at fewer workers, which happens once.
+    ends = [reached(cluster, [r for r in run if r.state.trial is None][-1]) for run in histories(cluster)[:LONG]]
     assert np.median(ends) >= 0.97
     assert min(ends) >= 0.95
 
 
 @by_name
 def test_batches_do_not_flutter(cluster: Cluster, histories) -> None:
-    """At most one in twenty re-plans changes anything, once fewer workers have been looked at (which happens once)."""
-    changed = [replan.changed for run in histories(cluster)[:LONG] for replan in run[REPLANS // 2 :]]
-    assert np.mean(changed) <= 0.05
+    """At most one in twenty re-plans changes anything, but for a look at fewer workers, which happens once."""
+    looks = ("park: try", "tried, slower: back")
+    late = [[r.state.plan.reason for r in run[REPLANS // 2 :] if r.changed] for run in histories(cluster)[:LONG]]
+    assert sum(reason not in looks for reasons in late for reason in reasons) <= 0.05 * LONG * REPLANS / 2
+    assert all(reasons.count("park: try") <= 1 for reasons in late)
 
 
 @pytest.mark.parametrize("cluster", [CLUSTERS[0], CLUSTERS[2], CLUSTERS[3]], ids=lambda c: c.name)
@@ -253,7 +256,7 @@ def test_one_is_tried_alone_where_its_line_says_it_is_a_tie() -> None:
         Optimal(),
         together=lambda b: 0.0045 if (b > 0).sum() > 1 else 0.0,
     )
-    lab.run(40)
+    lab.run(70)
     assert lab.active == (3,)
 
 

@@ -83,7 +83,8 @@ class OptimalState(State):
     steps: int = 0
     times: tuple[float, ...] = ()  # last measured step times of the current plan
     excitements: int = 0
-    settled: int = 0  # reports since the plan last changed
+    settled: int = 0  # reports since the plan, or a worker's speed, last changed
+    since: int = 0  # the step of that
     trial: Trial | None = None
     refuted: tuple[tuple[Workers, Refuted], ...] = ()
     changed_at: int = 0  # step at which the set of workers last changed
@@ -168,12 +169,14 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
             cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
         if np.array_equal(batches, state.plan.sizes):
             times.append(step)
+    changed = not np.array_equal(curves.changes, state.curves.changes)
     return replace(
         state,
         curves=curves,
         reduce_cost=tuple(cost),
         times=tuple(times[-LONGEST_TRIAL:]),
-        settled=state.settled if np.array_equal(curves.changes, state.curves.changes) else 0,
+        settled=0 if changed else state.settled,
+        since=state.steps if changed else state.since,
         steps=state.steps + steps,
         pulse=tuple(pulse.tolist()),
     )

@@ -50,14 +50,12 @@ MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
 TIE = 0.02
 """The least predicted gain for which another set of workers is tried."""
-CALM, NEARLY = 2, 1.3
-"""Once a plan has held for so many reports, one worker is tried alone even if by its line a step takes longer, by no
-more than this factor…"""
-PATIENT, BEARABLE = 6, 1.5
-"""… or, once it has held for longer, by this one…"""
-DEAR = 0.3
-"""… which is borne at once where acting together costs so much of the step. There, and where one alone surprised, half
-of the workers are tried too."""
+CALM, LOOK_BUDGET = 2, 0.04
+"""Once a plan has held for so many reports, one worker is tried alone though by its line a step takes longer: where
+that is expected to cost at most this part of the steps for which the plan has held…"""
+BEARABLE, DEAR = 1.5, 0.3
+"""… and a step no more than so many times as long; at once where acting together costs so much of the step. There, and
+where one alone surprised, half of the workers are tried too."""
 HOPELESS = 0.2
 """A trial ends early where it is slower by this fraction of the time before, and more than noise could fake."""
 HOPE = 0.1
@@ -143,6 +141,11 @@ class Optimal:
         # A plan that was decided takes effect after what is prefetched: only then it begins to hold.
         return replace(state, settled=state.settled + bool(state.times))
 
+    @property
+    def _longest(self) -> int:
+        """Steps that a trial is expected to take, where it has to be settled first."""
+        return 2 * self.trial_steps
+
     def _worth(self, curves: Curves, active: Workers) -> float:
         """The least predicted gain that is not just noise."""
         return max(self.gain, 4 * EFFECTIVE_NOISE * float(np.max(curves.noise[list(active)])))
@@ -192,7 +195,9 @@ class Optimal:
             if workers in refused and refused[workers].stands(state.steps, state.times, then):
                 continue
             return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
-        return _worth_a_look(problem, state, cost, now, early) if len(state.times) >= self.trial_steps else None
+        if len(state.times) < self.trial_steps:
+            return None
+        return _worth_a_look(problem, state, cost, now, early, self._longest)
 
     def _ask_again(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
         """A plan with the parked in it, where they were not heard of for long enough."""
@@ -203,7 +208,7 @@ class Optimal:
         everybody = split_over(problem, curves, asked)
         # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
         # cheap; a worker that would hold all others up is left alone for long.
-        excess = 2 * self.trial_steps * max(predicted(everybody, curves, cost) / now - 1, 0.0)
+        excess = self._longest * max(predicted(everybody, curves, cost) / now - 1, 0.0)
         failures = refused[asked].failures if asked in refused else 0
         longest = max(500, state.price / PROBE_BUDGET)
         patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
@@ -279,13 +284,13 @@ def _candidates(problem: Problem, state: OptimalState, cost: Floats, bound: floa
 
 
 def _worth_a_look(
-    problem: Problem, state: OptimalState, cost: Floats, now: float, early: bool
+    problem: Problem, state: OptimalState, cost: Floats, now: float, early: bool, trial: int
 ) -> tuple[Ints, str] | None:
     """Another set of workers that no prediction speaks for, where too little is known for one; each set once."""
     if not state.settled:
         return None
     curves, active, refused = state.curves, set(state.plan.active), dict(state.refuted)
-    if (fewer := _fewer(problem, state, cost, now)) is not None:
+    if (fewer := _fewer(problem, state, cost, now, trial)) is not None:
         return fewer, "park: try"
     # What acting together costs is only a guess for a number of workers that never did. Worth a look where so many
     # were parked at once that better sets may lie between: if it cost no more than for fewer, would it pay?
@@ -299,9 +304,9 @@ def _worth_a_look(
     return None
 
 
-def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> Ints | None:
+def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float, trial: int) -> Ints | None:
     """The fastest alone, the faster half or all but the slowest, though their lines do not speak for it; each number
-    of workers once.
+    of workers once. ``trial``: steps that it takes to find out.
 
     With fewer, a worker is also spared work of reducing that lies in its own time: its line cannot show that, one
     worker alone does.
@@ -310,7 +315,7 @@ def _fewer(problem: Problem, state: OptimalState, cost: Floats, now: float) -> I
     if state.settled < CALM or len(active) < 2:
         return None
     dear = cost[len(active)] > DEAR * now
-    bound = (BEARABLE if dear or state.settled >= PATIENT else NEARLY) * now
+    bound = (BEARABLE if dear else min(BEARABLE, 1 + LOOK_BUDGET * (state.steps - state.since) / trial)) * now
     known = {len(workers): found for workers, found in state.refuted}
     counts = {1}
     if dear:
@@ -339,7 +344,7 @@ def _asked(problem: Problem, state: OptimalState) -> Workers:
 
 
 def _follow(state: OptimalState, plan: Plan) -> OptimalState:
-    return replace(state, plan=plan, times=(), settled=0)
+    return replace(state, plan=plan, times=(), settled=0, since=state.steps)
 
 
 def _interval(state: OptimalState) -> int:
