@@ -192,8 +192,9 @@ class SyncEngine(SyncLoop):
 
     def reduce_with_next(self, reduce: bool) -> None:
         """What DDP's no_sync() does; it has to be in force during the forward pass already."""
-        if self.membership.wrapped is not None:
-            self.membership.wrapped.require_backward_grad_sync = reduce
+        wrapped = self.membership.wrapped
+        if wrapped is not None and wrapped.require_backward_grad_sync != reduce:  # slow to set
+            wrapped.require_backward_grad_sync = reduce
 
     def differentiate(self, loss: torch.Tensor, weight: float | torch.Tensor | None, samples: int, last: bool) -> float:
         """One backward pass, of the step's last micro-batch or another. Returns the weight that it counts with."""

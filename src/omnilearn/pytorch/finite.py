@@ -9,6 +9,7 @@ so that the host does not wait. Gradients are the same on all ranks after the re
 from __future__ import annotations
 
 from collections import deque
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from omnilearn.pytorch import reduction
 
 LATE = 4
 """Steps after which a check on the GPU is read."""
-FEW = 16
+FEW = 8
 ALL_EVERY = 50
 
 
@@ -34,7 +35,7 @@ class Finite:
         gradients = self._looked_at()
         if not gradients:
             return None
-        if not gradients[0].is_cuda and bool(reduction.norms(gradients, 2).sum().isfinite()):
+        if not gradients[0].is_cuda and isfinite(sum(map(float, torch._foreach_norm(gradients)))):
             return None  # much the quickest on a CPU; squares may overflow where the gradient does not
         finite = reduction.norms(gradients, float("inf")).isfinite().all()
         if not finite.is_cuda or self._every_time:

@@ -50,6 +50,7 @@ class Membership:
         self.group: Any = None
         self.wrapped: DistributedDataParallel | None = None
         self.compressed: reduction.Compressed | None = None  # what is on its way in fewer bits
+        self.called = False  # the model, since it was last asked: here, as an attribute of a module is slow to set
         self.find_unused: bool | None = None  # None: not known yet, nothing is wrapped
 
     @property

@@ -22,12 +22,11 @@ class OmniModel(nn.Module):
         super().__init__()
         self.module = module
         object.__setattr__(self, "_membership", membership)
-        self._called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._called = True  # written, never read here: torch.compile would specialise on it
+        self._membership.called = True  # written, never read here: torch.compile would specialise on it
         wrapped = self._membership.wrapped
         if wrapped is None:
             return self.module(*args, **kwargs)
@@ -36,7 +35,7 @@ class OmniModel(nn.Module):
 
     def used(self) -> bool:
         """Whether the model was called since this was last asked."""
-        called, self._called = self._called, False
+        called, self._membership.called = self._membership.called, False
         return called
 
     def __getattr__(self, name: str) -> Any:
