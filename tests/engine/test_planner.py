@@ -13,7 +13,7 @@ from omnilearn.cluster.resources import Resources
 from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Answers, Peers
-from omnilearn.engine.planner import Planner, Sizes, Timing
+from omnilearn.engine.planner import Planner, Sizes, Timing, _Pulse
 from omnilearn.errors import OmniLearnError
 from omnilearn.observe import EventLog
 
@@ -127,6 +127,7 @@ class Changing(Twin):
 def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done together with the others in between is no reason to forget how fast it was."""
     monkeypatch.setattr("omnilearn.engine.planner.PULSE_EVERY", 0.0)
+    monkeypatch.setattr("omnilearn.engine.planner.PULSE_AGAIN", 0.0)
     rows: list[list[np.ndarray]] = [[], []]
     worlds, policy, problem = (Twin(0, rows), Changing(1, rows)), Listening(), Problem.of(16, workers=2)
     planners = [Planner(world, Times(), policy, problem, lambda plan, step: None) for world in worlds]
@@ -159,6 +160,36 @@ def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pyt
     assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
     for planner in planners:
         planner.drain()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "ratio"),
+    [
+        ([1.0, 1.5, 1.0, 1.5, 0.7, 1.5, 1.0], 1.0),  # never twice in a row the same way
+        ([1.2, 1.0, 0.9, 1.1, 0.9, 1.4, 1.6], 1.5),  # by what it usually was, not by the first look
+        ([1.0, 1.0, 2.0, 2.0, 2.1, 1.0, 1.0], 1.0),  # and back
+        ([1.0, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4], 1.0),
+    ],
+)
+def test_a_pulse_is_what_two_looks_agree_on(speeds: list[float], ratio: float) -> None:
+    pulse = _Pulse(lambda: 1.0)
+    for speed in speeds:
+        pulse._compare(speed)
+    assert pulse.ratio == pytest.approx(ratio, rel=0.03)
+
+
+def test_a_suspicious_look_is_soon_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks, speed = [0.0], [], [1.0]
+    monkeypatch.setattr("omnilearn.engine.planner.time.monotonic", lambda: now[0])
+    pulse = _Pulse(lambda: looks.append(now[0]) or speed[0])
+    for tenth in range(100):
+        now[0] = tenth / 10
+        speed[0] = 1.0 if now[0] < 5 else 2.0
+        pulse.look()
+        if pulse._thread is not None:
+            pulse._thread.join(10)
+    assert looks == pytest.approx([3.0, 3.0, 3.0, 6.0, 6.5, 9.5], abs=0.11)
+    assert pulse.ratio == 2.0
 
 
 def test_ranks_with_different_plans_are_told(pair) -> None:

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,11 +30,14 @@ from omnilearn.observe import EventLog
 
 log = logging.getLogger("omnilearn")
 
-PULSE_EVERY = 5.0
-"""Seconds between two looks at a parked worker's own speed; each costs less than a tenth of a second."""
+PULSE_EVERY, PULSE_AGAIN = 3.0, 0.5
+"""Seconds between two looks at a parked worker's own speed, and after a suspicious one. Each takes about a tenth of a
+second, and is off by an eighth where a quota holds the worker up."""
 LONGEST_LOOK = 10.0
-PULSE_CHANGE = 1.4
+PULSE_CHANGE = 1.3
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
+PULSE_FIRST, PULSE_LOOKS = 3, 5
+"""The first time it is looked so often; what its speed is, so many times say together."""
 HEADER = 6
 """Where the others left the loop (2), pulse, memory (2), and a checksum of the plan in force."""
 ALONE_EVERY = 0.5
@@ -327,9 +331,9 @@ class _Pulse:
     def forget(self) -> float:
         self.end()
         self._found.clear()
-        self._reference: float | None = None
+        self._usual, self._looks = 1.0, 0
         # Not at once: who was just parked is on trial, and a look would show in the measured times.
-        self.ratio, self._suspect, self._last = 1.0, False, time.monotonic()
+        self.ratio, self._suspect, self._last = 1.0, 1.0, time.monotonic()
         return self.ratio
 
     def look(self) -> None:
@@ -337,21 +341,28 @@ class _Pulse:
             self._compare(self._found.pop())
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-        if self._thread is None and time.monotonic() - self._last >= PULSE_EVERY:
+        pause = PULSE_EVERY if self._suspect == 1 else PULSE_AGAIN
+        if self._thread is None and time.monotonic() - self._last >= pause:
             self._last = time.monotonic()
-            self._thread = threading.Thread(
-                target=lambda: self._found.append(self._speed()), name="omnilearn-pulse", daemon=True
-            )
+            self._thread = threading.Thread(target=self._measure, name="omnilearn-pulse", daemon=True)
             self._thread.start()
 
+    def _measure(self) -> None:
+        self._found.append(median([self._speed() for _ in range(1 if self._looks else PULSE_FIRST)]))
+
     def _compare(self, speed: float) -> None:
-        if self._reference is None:
-            self._reference = speed
-        ratio = speed / self._reference
-        changed = not 1 / PULSE_CHANGE < ratio / self.ratio < PULSE_CHANGE
-        if changed and self._suspect:
-            self.ratio = ratio
-        self._suspect = changed and not self._suspect
+        if not self._looks:
+            self._usual = speed
+        off = speed / (self._usual * self.ratio)
+        if 1 / PULSE_CHANGE < off < PULSE_CHANGE:
+            self._suspect, self._looks = 1.0, self._looks + 1
+            if self._looks <= PULSE_LOOKS:
+                self._usual *= off ** (1 / self._looks)
+        elif (off > 1) == (self._suspect > 1) and self._suspect != 1:
+            self.ratio *= (off * self._suspect) ** 0.5
+            self._suspect = 1.0
+        else:
+            self._suspect = off
 
     def end(self) -> None:
         """Wait for a look under way."""
