@@ -506,17 +506,6 @@ def test_a_step_that_nobody_measured_is_no_surprise() -> None:
     assert np.all(after.curves.seen == state.curves.seen + ENTRIES)  # the medians of some steps, not every one
 
 
-@pytest.mark.parametrize(("factor", "surprises"), [(1.33, True), (1.1, False)])
-def test_what_several_steps_say_is_less_likely_noise(factor: float, surprises: bool) -> None:
-    """A worker a third slower in all of four steps, where steps differ by 14%."""
-    lab, _ = settled_lab()
-    state, b = lab.state, np.asarray(lab.state.plan.batches)
-    state = replace(state, curves=replace(state.curves, noise=np.full(3, 0.14)))
-    busy = np.tile(lab.seconds(b) * [1.0, 1.0, factor], (4, 1))
-    report = Report.of(np.tile(b, (4, 1)), busy, busy.max(axis=1, keepdims=True) - busy)
-    assert (Optimal().update(lab.problem, state, report).unread == ()) is surprises
-
-
 @pytest.mark.parametrize("what", ["slower", "a little slower", "the last step", "reducing", "a pulse", "another batch"])
 def test_what_surprises_is_taken_in_at_once(what: str) -> None:
     lab, _ = settled_lab()

@@ -28,7 +28,7 @@ SETTLED = 4
 """Reports after which a plan that still holds has settled."""
 AT_ONCE = 4
 """Reports that are taken in together, where none of them surprises…"""
-SURPRISE = 1.5
+SURPRISE = 3.0
 """… by medians further from what was expected than so many standard deviations of one measurement."""
 
 
