@@ -142,8 +142,8 @@ class Optimal:
         return replace(state, settled=state.settled + bool(state.times))
 
     @property
-    def _longest(self) -> int:
-        """Steps that a trial is expected to take, where it has to be settled first."""
+    def _usual_trial(self) -> int:
+        """Steps that a trial usually takes: its batches have to settle, too."""
         return 2 * self.trial_steps
 
     def _worth(self, curves: Curves, active: Workers) -> float:
@@ -197,7 +197,7 @@ class Optimal:
             return candidate, f"{'park' if fewer else 'unpark' if set(workers) > active else 'exchange'}: try"
         if len(state.times) < self.trial_steps:
             return None
-        return _worth_a_look(problem, state, cost, now, early, self._longest)
+        return _worth_a_look(problem, state, cost, now, early, self._usual_trial)
 
     def _ask_again(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
         """A plan with the parked in it, where they were not heard of for long enough."""
@@ -208,7 +208,7 @@ class Optimal:
         everybody = split_over(problem, curves, asked)
         # What asking is expected to cost, in steps. Curves learnt in a hurry are soon looked at again if that is
         # cheap; a worker that would hold all others up is left alone for long.
-        excess = self._longest * max(predicted(everybody, curves, cost) / now - 1, 0.0)
+        excess = self._usual_trial * max(predicted(everybody, curves, cost) / now - 1, 0.0)
         failures = refused[asked].failures if asked in refused else 0
         longest = max(500, state.price / PROBE_BUDGET)
         patience = max(FIRST_ASK * 2**failures, min(excess / PROBE_BUDGET, longest))
