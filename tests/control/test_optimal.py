@@ -260,6 +260,31 @@ def test_one_is_tried_alone_where_its_line_says_it_is_a_tie() -> None:
     assert lab.active == (3,)
 
 
+def test_what_a_worker_is_spared_alone_does_not_bend_its_line() -> None:
+    """Alone it needs a fifth less than its line says; when it gets slower, by the same line the others are worth having
+    again, though nothing was heard of them."""
+    slower = [1.0]
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        own = 0.002 + np.array([0.02, 0.02, 0.03, 0.0035 * slower[0]]) * b
+        return np.where((b > 0).sum() > 1, own, 0.8 * own)
+
+    lab = Lab(
+        Problem.of(64, speeds=[6, 6, 4, 32]), seconds, Optimal(), together=lambda b: 0.03 if (b > 0).sum() > 1 else 0.0
+    )
+    lab.run(150)
+    assert lab.active == (3,)
+    assert lab.state.undisturbed == pytest.approx(0.8, abs=0.02)
+    again = Optimal().restore(lab.problem, json.loads(json.dumps(lab.state.state_dict())))
+    assert again.undisturbed == lab.state.undisturbed
+    for batch in (36, 64):
+        assert lab.state.curves.times([0, 0, 0, batch])[3] == pytest.approx(0.002 + 0.0035 * batch, rel=0.05)
+    assert lab.state.expected(lab.state.plan.sizes)[3] == pytest.approx(seconds(lab.state.plan.sizes)[3], rel=0.02)
+    slower[0] = 1.3
+    lab.run(16)
+    assert lab.active == (0, 1, 2, 3)
+
+
 def test_what_costs_more_to_try_waits_longer() -> None:
     """One worker alone would take 1.3 times as long: not tried while the cluster may still be changing."""
     lab = Lab(

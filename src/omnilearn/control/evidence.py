@@ -14,7 +14,7 @@ import numpy as np
 
 from omnilearn.control.curves import GATE, GATE_FLOOR, Curves
 from omnilearn.control.policy import Report, State, median
-from omnilearn.control.problem import Ints, Plan, Problem
+from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import Workers
 
 LONGEST_TRIAL = 8
@@ -80,6 +80,7 @@ class Refuted:
 class OptimalState(State):
     curves: Curves = field(default_factory=lambda: Curves.guess([1.0]))
     reduce_cost: tuple[float | None, ...] = ()  # measured, by number of active workers
+    alone: float = 1.0  # what a worker needed alone, as a part of what its line says
     steps: int = 0
     times: tuple[float, ...] = ()  # last measured step times of the current plan
     excitements: int = 0
@@ -92,12 +93,26 @@ class OptimalState(State):
     pulse: tuple[float, ...] = ()  # pulses that are in the curves already
     unread: tuple[Report, ...] = ()  # reports that said what was expected, not taken in yet
 
+    @property
+    def undisturbed(self) -> float:
+        """What a worker needs alone, as a part of what its line says: reducing no longer takes from its own time.
+
+        Its line stays that of acting together. Only where it needs more than its line says, the line is bent.
+        """
+        return min(self.alone, 1.0)
+
+    def expected(self, batches: Ints) -> Floats:
+        """Every worker's own seconds for these batches."""
+        times = self.curves.times(batches)
+        return times * self.undisturbed if np.count_nonzero(batches) == 1 else times
+
     def state_dict(self) -> dict[str, Any]:
         kept = self if self.trial is None else replace(self, plan=self.trial.before, trial=None)  # not judged yet
         return {
             **State.state_dict(kept),
             "curves": self.curves.state_dict(),
             "reduce_cost": list(self.reduce_cost),
+            "alone": self.alone,
             "refuted": [[list(workers), asdict(found.moved(-self.steps))] for workers, found in self.refuted],
         }
 
@@ -125,10 +140,11 @@ def _as_expected(problem: Problem, state: OptimalState, report: Report) -> bool:
         return False
     busy, step = heard.busy[:, on], (heard.busy + heard.wait)[:, on].max(axis=1)
     noise, before = curves.noise[on], sorted(state.times)[len(state.times) // 2]
-    error = np.abs(np.sort(busy, axis=0)[len(busy) // 2] / curves.times(batches)[on] - 1)
+    expected = state.expected(batches)[on]
+    error = np.abs(np.sort(busy, axis=0)[len(busy) // 2] / expected - 1)
     slower = abs(np.sort(step)[len(step) // 2] / before - 1)
     # The last step may be the first of something new.
-    latest = np.abs(busy[-1] / curves.times(batches)[on] - 1)
+    latest = np.abs(busy[-1] / expected - 1)
     return bool(
         np.all(error < SURPRISE * noise)
         and slower < max(SURPRISE * noise.max(), GATE_FLOOR / 2)
@@ -153,10 +169,16 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         faster = max(float(speeding.max()), 1.0) * min(float(speeding.min()), 1.0)
         cost = [c if c is None or n <= len(state.plan.active) else c / faster for n, c in enumerate(cost)]
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
-        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), busy)
+        n = int((batches > 0).sum())
+        own = busy
+        if n == 1 == measured.sum():
+            if state.trial and np.array_equal(batches, state.plan.sizes):  # mean over the trial
+                ratio = float(busy[measured][0] / curves.times(batches)[measured][0])
+                state = replace(state, alone=state.alone + (ratio - state.alone) / (len(times) + 1))
+            own = busy / state.undisturbed
+        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), own)
         if np.any(curves.changes > changes):
             times = []  # those of other speeds
-        n = int((batches > 0).sum())
         if not 0 < n == measured.sum():
             continue
         step = float((busy + wait)[measured].max())

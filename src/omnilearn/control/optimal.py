@@ -97,7 +97,12 @@ class Optimal:
             plan = as_plan(allocate(problem, curves.alpha, curves.beta, expected_cost(tuple(cost))), "restored")
         refuted = tuple((tuple(workers), Refuted(**found)) for workers, found in saved.get("refuted", ()))
         return replace(
-            self._start(problem, plan), curves=curves, reduce_cost=tuple(cost), refuted=refuted, excitements=2
+            self._start(problem, plan),
+            curves=curves,
+            reduce_cost=tuple(cost),
+            alone=saved.get("alone", 1.0),
+            refuted=refuted,
+            excitements=2,
         )
 
     def update(self, problem: Problem, state: State, report: Report) -> OptimalState:
@@ -113,7 +118,7 @@ class Optimal:
 
     def _improve(self, problem: Problem, state: OptimalState) -> OptimalState:
         """Without a trial under way: rebalance, excite, or start a trial."""
-        plan, cost = state.plan, expected_cost(state.reduce_cost)
+        plan, cost = state.plan, _cost(problem, state)
         curves = state.curves.pooled(plan.sizes)
         now = predicted(plan.sizes, curves, cost)
         then, rebalance = now, False
@@ -218,7 +223,7 @@ class Optimal:
         """During a trial: settle the batches, then let the measured step time decide."""
         trial, plan = state.trial, state.plan
         assert trial is not None
-        curves, cost = state.curves.pooled(plan.sizes), expected_cost(state.reduce_cost)
+        curves, cost = state.curves.pooled(plan.sizes), _cost(problem, state)
         count = len(state.times)
         measured = median(state.times) if count else 0.0
         doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
@@ -257,6 +262,14 @@ class Optimal:
         )
         after = replace(state, trial=None, refuted=tuple(refused.items()), changed_at=state.steps, price=price)
         return _follow(after, as_plan(back, "tried, slower: back", trial.baseline, measured))
+
+
+def _cost(problem: Problem, state: OptimalState) -> Floats:
+    """What acting together is expected to cost, by number of workers; for the fastest alone, less than nothing."""
+    cost = expected_cost(state.reduce_cost)
+    alone = float(state.curves.times(np.full(problem.workers, problem.global_batch)).min())
+    cost[1] -= (1 - state.undisturbed) * alone
+    return cost
 
 
 def _equals(problem: Problem, plan: Plan) -> bool:
