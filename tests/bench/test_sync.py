@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from omnilearn.bench.sync import Contest, effort
+from omnilearn.bench.oracle import Curve, Search
+from omnilearn.bench.sync import ENOUGH, LONG_BLOCK, Contest, effort
 
 
 def contest(seconds: dict[str, np.ndarray]) -> Contest:
@@ -36,3 +38,24 @@ def test_one_that_is_faster_in_every_round_is_the_best() -> None:
     assert contest(rounds)._ratio_to_best("optimal", ["a"])["median"] == 1.25
     once = {name: times[:1] for name, times in rounds.items()}
     assert contest(once)._ratio_to_best("optimal", ["a", "b"])["median"] == 0.7 / 0.8
+
+
+def test_where_steps_take_seconds_there_are_fewer() -> None:
+    made, split = contest({}), (32, 32)
+    made.how, made.progress = replace(made.how, rounds=4, block=10, skip=2, longest=240.0), SimpleNamespace(total=4)  # type: ignore[assignment]
+
+    def steps(seconds: float) -> int:
+        made.search = Search(Curve(np.zeros(2), np.full(2, seconds / 32), np.zeros(3), []))
+        return made._fixed(split)[0]
+
+    assert steps(0.1) == 10
+    assert steps(LONG_BLOCK / 7) == 7
+    assert steps(100.0) == 2 + ENOUGH
+    assert [made._another(count, 0.0) for count in (0, 3, 4)] == [True, True, False]
+    assert made._another(ENOUGH - 1, 1000.0)
+    assert made.progress.total == 4
+    assert not made._another(ENOUGH, 1000.0)
+    assert made.progress.total == ENOUGH
+    made.how = replace(made.how, longest=None, seconds=150.0)
+    assert made._another(9, 100.0)
+    assert not made._another(9, 151.0)

@@ -14,12 +14,14 @@ from omnilearn.bench.gang import Gang
 from omnilearn.bench.oracle import WARM_UP
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row
-from omnilearn.bench.sync import BF16, Contest, Effort, pieces, worst
+from omnilearn.bench.sync import BF16, ENOUGH, Contest, Effort, pieces, worst
 from omnilearn.cluster import units
 
 MODELS = ("heavy", "chatty")
 RATES = ("1Gbit", "100Mbit", "20Mbit")
 LATENCY = "1ms"
+LONGEST = 240.0
+"""Seconds after which no further round of a contest is begun: over slow links some need ten for a step."""
 GOAL = {"vs_best_subset": 0.97}
 
 
@@ -31,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", default=LATENCY, help=f"of every worker's link, where the kernel has netem (default: {LATENCY})"
     )
-    parser.add_argument("--rounds", type=positive, help="how often all take their turn (default: 4, quick: 2)")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        help=f"how often all take their turn (default: 4, quick: 2); {ENOUGH} where these take {LONGEST:.0f} s or more",
+    )
 
 
 def run(args: argparse.Namespace) -> Record:
@@ -51,6 +57,7 @@ def run(args: argparse.Namespace) -> Record:
         start_steps=0,
         policies=("static", "optimal"),
         quick_search=True,
+        longest=LONGEST,
     )
     if args.compress:
         how = replace(how, policies=(*how.policies, BF16))

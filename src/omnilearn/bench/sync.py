@@ -43,6 +43,10 @@ AGAIN = "ddp again"
 FIXED = ("static",)
 """Policies with nothing to learn."""
 NEAR = 0.9
+ENOUGH = 2
+"""The fewest rounds, and the fewest steps of a block that count, where they take long."""
+LONG_BLOCK = 30.0
+"""Seconds that a block of steps with a fixed split should not take longer than."""
 GOALS = {
     "HL8": {"fraction_of_oracle": 0.95, "speedup_vs_uniform": {"heavy": 2.0, "chatty": 8.0}},
     "HL1": {"speedup_vs_uniform": 0.99},
@@ -69,6 +73,8 @@ class Effort:
     quick_search: bool = False
     seconds: float = 0.0
     """Further rounds are made until all took so long: short steps are noisier, and more of them as easily measured."""
+    longest: float | None = None
+    """Once there are ENOUGH rounds, none is begun after so many seconds."""
 
 
 def effort(quick: bool) -> Effort:
@@ -185,7 +191,7 @@ class Contest:
             self._done("policies have learned")
             self._choose(batch, ended)
             turn, begin = 0, time.monotonic()
-            while turn < how.rounds or time.monotonic() - begin < how.seconds:
+            while self._another(turn, time.monotonic() - begin):
                 # In any order: going back and forth, the first and the last would follow themselves.
                 contestants = [*self.splits, *how.policies, AGAIN]
                 for contestant in np.random.default_rng(turn).permutation(contestants).tolist():
@@ -218,14 +224,27 @@ class Contest:
             if split is not None and split != self.splits["ddp"]:
                 self.splits[show(split)] = split
 
+    def _another(self, made: int, seconds: float) -> bool:
+        """Whether there is another round after so many."""
+        if self.how.longest is not None and made >= ENOUGH and seconds >= self.how.longest:
+            self.progress.total -= max(self.how.rounds - made, 0)
+            return False
+        return made < self.how.rounds or seconds < self.how.seconds
+
     def _block(self, contestant: str) -> Trace:
         if contestant in self.splits:
-            turn = self.gang.block(SPLITS, self.how.block, self.splits[contestant])
+            turn = self.gang.block(SPLITS, *self._fixed(self.splits[contestant]))
         elif contestant == AGAIN:
-            turn = self.gang.block(AGAIN, self.how.block, self.splits["ddp"])
+            turn = self.gang.block(AGAIN, *self._fixed(self.splits["ddp"]))
         else:
             turn = self.gang.block(contestant)
         return turn.after(self.how.skip)  # the same for all: how fast a step is depends on when it comes
+
+    def _fixed(self, split: Batches) -> tuple[int, Batches]:
+        """A block of steps with this split: fewer where they take seconds each."""
+        assert self.search is not None
+        fitting = int(LONG_BLOCK / self.search.curve.time(split))
+        return min(self.how.block, max(fitting, self.how.skip + ENOUGH)), split
 
     # What came out
 
