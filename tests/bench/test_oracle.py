@@ -142,3 +142,14 @@ def test_the_luckiest_of_a_search_is_not_the_oracle() -> None:
     assert dynamic._best(Timed(), list(turns), 10) == (9, 7)  # type: ignore[arg-type]
     assert {made.count(split) for split in turns} == {dynamic.FINALS}
     assert made[:3] == made[3:6][::-1], "back and forth"
+
+
+def test_the_fastest_over_all_workers_is_among_the_finalists() -> None:
+    found = Search(curve())
+    for k in range(8):
+        found.tried[k + 20, 40 - k, 0] = [1.0 + k]
+    assert len(dynamic._finalists(found, 3)) == dynamic.FINALISTS  # nothing was tried with all
+    found.tried[20, 20, 20], found.tried[30, 20, 10] = [10.0], [9.0]
+    assert dynamic._finalists(found, 3) == [*found.fastest(dynamic.FINALISTS), (30, 20, 10)]
+    found.tried[30, 20, 10] = [0.5]
+    assert dynamic._finalists(found, 3) == found.fastest(dynamic.FINALISTS)
