@@ -589,6 +589,26 @@ def test_a_plan_settles_only_once_it_is_in_force() -> None:
     assert state.settled == 1
 
 
+@pytest.mark.parametrize("trial", [True, False])
+def test_more_workers_never_cost_less(trial: bool) -> None:
+    """Four cost 20 ms. Three, in a step of a trial that took long by chance, do not cost more; and when four cost less,
+    three do too."""
+    problem = Problem.of(60, workers=4)
+    lab = Lab(problem, line([0.02] * 4, [0.004] * 4), Optimal(), together=lambda b: 0.02)
+    lab.run(30)
+    batches = (20, 20, 20, 0)
+    tried = Trial(before=lab.state.plan, baseline=0.1, steps=8) if trial else None
+    state = replace(lab.state, plan=Plan(batches), trial=tried, reduce_cost=(None, 0.0, None, None, 0.02))
+    slow = Report.of([batches], [[0.1, 0.1, 0.1, 0]], [[0.1, 0.1, 0.1, 0]])
+    after = _absorb(state, slow)
+    assert after.reduce_cost[3:] == pytest.approx((0.02 if trial else 0.1, 0.02), rel=0.02)
+    everybody = (15, 15, 15, 15)
+    quick = Report.of([everybody], [[0.08] * 4], [[0.0] * 4])
+    again = _absorb(replace(after, plan=Plan(everybody), trial=None), quick)
+    assert again.reduce_cost[3] == pytest.approx(again.reduce_cost[4])
+    assert again.reduce_cost[4] < 0.02
+
+
 def test_reduction_cost_is_filled_in_between_and_never_falls() -> None:
     assert expected_cost((None, 0.0, None, None)).tolist() == [0, 0, 0, 0]
     assert expected_cost((None, 0.0, None, 0.2, None)).tolist() == pytest.approx([0, 0, 0.1, 0.2, 0.3])

@@ -188,8 +188,24 @@ def test_a_suspicious_look_is_soon_followed_by_another(monkeypatch: pytest.Monke
         pulse.look()
         if pulse._thread is not None:
             pulse._thread.join(10)
-    assert looks == pytest.approx([3.0, 3.0, 3.0, 6.0, 6.5, 9.5], abs=0.11)
+    assert looks == pytest.approx([1.5, 1.5, 1.5, 3.0, 4.5, 6.0, 6.5, 8.0, 9.5], abs=0.11)
     assert pulse.ratio == 2.0
+
+
+def test_time_between_two_loops_brings_no_look_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = [0.0], []
+    monkeypatch.setattr("omnilearn.engine.planner.time.monotonic", lambda: now[0])
+    pulse = _Pulse(lambda: looks.append(now[0]) or 1.0)
+    for _ in range(10):  # loops of half a second, and ten seconds between them
+        pulse.resume()
+        for _ in range(5):
+            now[0] += 0.1
+            pulse.look()
+            if pulse._thread is not None:
+                pulse._thread.join(10)
+        pulse.pause()
+        now[0] += 10
+    assert len(set(looks)) == 3  # 5 seconds of loops
 
 
 def test_ranks_with_different_plans_are_told(pair) -> None:

@@ -189,6 +189,9 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
             together = max(step - float(curves.times(batches)[measured].max()), 0.0) if n > 1 else 0.0
             known = cost[n]
             cost[n] = together if known is None or n == 1 else known + 0.2 * min(together - known, known + 0.1 * step)
+            # Fewer workers never cost more than many do. A trial is too short to tell that many cost more, too.
+            most = min(c for c in (cost[n:] if state.trial else cost[n : n + 1]) if c is not None)
+            cost[1 : n + 1] = [c if c is None else min(c, most) for c in cost[1 : n + 1]]
         if np.array_equal(batches, state.plan.sizes):
             times.append(step)
     changed = not np.array_equal(curves.changes, state.curves.changes)

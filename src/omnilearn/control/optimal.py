@@ -48,8 +48,8 @@ LEARNING = 16
 """… in so many first steps."""
 MUCH = 0.3
 """A predicted gain for which another set of workers is tried at once, not only when the lines have settled."""
-TIE = 0.02
-"""The least predicted gain for which another set of workers is tried."""
+TIE, NOISY_TIE = 0.02, 0.4
+"""The least predicted gain for which another set of workers is tried; where steps differ, this part of the noise."""
 CALM, LOOK_BUDGET = 2, 0.04
 """Once a plan has held for so many reports, one worker is tried alone though by its line a step takes longer: where
 that is expected to cost at most this part of the steps for which the plan has held…"""
@@ -191,7 +191,8 @@ class Optimal:
             workers = members(candidate)
             fewer = set(workers) < active
             # Doing it with fewer workers needs little more than a tie: what is measured decides in the end.
-            least = (TIE if early else max(0.04, noise)) if fewer else max(0.03, self._worth(curves, workers))
+            tie = max(TIE, NOISY_TIE * noise) if early else max(0.04, noise)
+            least = tie if fewer else max(0.03, self._worth(curves, workers))
             if hurried:
                 least = max(least, MUCH)
             if workers == state.plan.active or 1 - cautious(candidate, curves, cost, early) / now < least:

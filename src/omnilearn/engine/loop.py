@@ -89,6 +89,7 @@ class SyncLoop(ABC):
         self.settle()
         self.source = source
         self.restart_clock()
+        self.planner.resume()
         sampler = source.sampler
         if sampler.step != self.step:  # another source was in use meanwhile
             sampler.load_state_dict(sampler.state_dict() | {"step": self.step})
@@ -186,4 +187,5 @@ class SyncLoop(ABC):
     def _end_loop(self) -> None:
         if self.source is not None:
             self.step = self.source.sampler.step
+            self.planner.pause()
         self.share = self.source = None

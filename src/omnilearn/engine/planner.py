@@ -30,9 +30,9 @@ from omnilearn.observe import EventLog
 
 log = logging.getLogger("omnilearn")
 
-PULSE_EVERY, PULSE_AGAIN = 3.0, 0.5
-"""Seconds between two looks at a parked worker's own speed, and after a suspicious one. Each takes about a tenth of a
-second, and is off by an eighth where a quota holds the worker up."""
+PULSE_EVERY, PULSE_AGAIN = 1.5, 0.5
+"""Seconds of a loop between two looks at a parked worker's own speed, and after a suspicious one. Each takes about a
+tenth of a second, and is off by an eighth where a quota holds the worker up."""
 LONGEST_LOOK = 10.0
 PULSE_CHANGE = 1.3
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
@@ -215,6 +215,14 @@ class Planner:
         self._begin(self._next, idle=False, stop=Stop(sampler.step, sampler.offset))
         self._finish(sampler, horizon)
 
+    def pause(self) -> None:
+        """A loop is over: until the next one nobody is parked, and no look is due."""
+        self._pulse.pause()
+
+    def resume(self) -> None:
+        """The next loop begins."""
+        self._pulse.resume()
+
     def drain(self) -> None:
         """Wait for an exchange under way, and forget it."""
         self._pulse.end()
@@ -333,8 +341,15 @@ class _Pulse:
         self._found.clear()
         self._usual, self._looks = 1.0, 0
         # Not at once: who was just parked is on trial, and a look would show in the measured times.
-        self.ratio, self._suspect, self._last = 1.0, 1.0, time.monotonic()
+        self.ratio, self._suspect, self._last, self._waited = 1.0, 1.0, time.monotonic(), 0.0
         return self.ratio
+
+    def pause(self) -> None:
+        """Time does not count from now on."""
+        self._waited = time.monotonic() - self._last
+
+    def resume(self) -> None:
+        self._last = time.monotonic() - self._waited
 
     def look(self) -> None:
         if self._found:
