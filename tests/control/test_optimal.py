@@ -285,6 +285,25 @@ def test_what_a_worker_is_spared_alone_does_not_bend_its_line() -> None:
     assert lab.active == (0, 1, 2, 3)
 
 
+def test_a_slow_trial_of_one_alone_leaves_its_line_as_it_was() -> None:
+    """Alone, with a batch it never had, it needs half as much again as its line says; then all go on as before."""
+
+    def seconds(b: np.ndarray) -> np.ndarray:
+        own = 0.002 + np.array([0.02, 0.02, 0.03, 0.0035]) * b
+        return np.where((b > 0).sum() > 1, own, 1.5 * own)
+
+    lab = Lab(
+        Problem.of(64, speeds=[6, 6, 4, 32]), seconds, Optimal(), together=lambda b: 0.05 if (b > 0).sum() > 1 else 0.0
+    )
+    lab.run(80)
+    tried = [k for k, (_, batches, reason) in enumerate(lab.log) if reason == "park: try" and batches == (0, 0, 0, 64)]
+    assert len(tried) == 1
+    before, back = lab.log[tried[0] - 1][1], lab.log[tried[0] + 1]
+    assert back[2] == "tried, slower: back"
+    assert np.abs(np.subtract(before, back[1])).max() <= 2
+    assert lab.state.undisturbed == 1.0
+
+
 def test_what_costs_more_to_try_waits_longer() -> None:
     """One worker alone would take 1.3 times as long: not tried while the cluster may still be changing."""
     lab = Lab(

@@ -170,8 +170,11 @@ class Curves:
         f = np.asarray(factor, dtype=np.float64)
         return replace(self, alpha=self.alpha * f, beta=self.beta * f, info=self.info / f**2)
 
-    def observe(self, batches: npt.ArrayLike, seconds: npt.ArrayLike) -> Curves:
-        """Take in one measurement per worker; a batch of 0 means there is none for that worker."""
+    def observe(self, batches: npt.ArrayLike, seconds: npt.ArrayLike, *, leap: float = LEAP) -> Curves:
+        """Take in one measurement per worker; a batch of 0 means there is none for that worker.
+
+        With a batch ``leap`` times as large as before, that it took longer than expected is no change of speed.
+        """
         b, t = np.asarray(batches, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
         measured = b > 0
         if b.shape != self.alpha.shape or t.shape != self.alpha.shape:
@@ -183,9 +186,9 @@ class Curves:
                 f"leave it out by giving batch 0"
             )
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            return self._fit(b, t, measured)
+            return self._fit(b, t, measured, leap)
 
-    def _fit(self, b: Floats, t: Floats, measured: npt.NDArray[np.bool_]) -> Curves:
+    def _fit(self, b: Floats, t: Floats, measured: npt.NDArray[np.bool_], far: float) -> Curves:
         # Arrays are small, and what numpy is called for counts: what happens rarely is computed only when it does.
         first = measured & (self.seen == 0)
         if not measured.all():  # the rest is computed too, and left out below
@@ -205,7 +208,7 @@ class Curves:
         spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
         deviation = self.noise * np.sqrt(1 + spread)
         # Slower than expected with a batch that is several times larger than before: the line was too flat.
-        leap = (b >= LEAP * self.at) & (error > 0)
+        leap = (b >= far * self.at) & (error > 0)
         outlier = measured & ~first & ~leap & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
         ratio = np.where(measured, t / predicted, 1.0)
         changed, inlier = outlier, measured

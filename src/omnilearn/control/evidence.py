@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omnilearn.control.curves import GATE, GATE_FLOOR, Curves
+from omnilearn.control.curves import GATE, GATE_FLOOR, LEAP, Curves
 from omnilearn.control.policy import Report, State, median
 from omnilearn.control.problem import Floats, Ints, Plan, Problem
 from omnilearn.control.subsets import Workers
@@ -170,13 +170,14 @@ def _absorb(state: OptimalState, report: Report) -> OptimalState:
         cost = [c if c is None or n <= len(state.plan.active) else c / faster for n, c in enumerate(cost)]
     for batches, busy, wait, measured in zip(report.batches, report.busy, report.wait, report.measured, strict=True):
         n = int((batches > 0).sum())
-        own = busy
+        own, leap = busy, LEAP
         if n == 1 == measured.sum():
             if state.trial and np.array_equal(batches, state.plan.sizes):  # mean over the trial
                 ratio = float(busy[measured][0] / curves.times(batches)[measured][0])
                 state = replace(state, alone=state.alone + (ratio - state.alone) / (len(times) + 1))
+                leap = 1.0
             own = busy / state.undisturbed
-        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), own)
+        changes, curves = curves.changes, curves.observe(np.where(measured, batches, 0), own, leap=leap)
         if np.any(curves.changes > changes):
             times = []  # those of other speeds
         if not 0 < n == measured.sum():

@@ -230,8 +230,9 @@ class Optimal:
         doubt = float(np.max(curves.noise[list(plan.active)])) * np.sqrt(1 / max(count, 1) + 1 / trial.steps)
         unclear = abs(1 - measured / trial.baseline) < doubt
         bound = trial.baseline * (1 + max(HOPELESS, 4 * doubt))
-        # However its batches are split: by far too slow, in each step there was.
-        hopeless = min(state.times, default=0.0) > bound < at_best(problem, curves, plan.active, cost)
+        # However its batches are split: by far too slow, in each of two steps or more. Alone there is nothing to split.
+        slow = count > 1 and min(state.times) > bound
+        hopeless = slow and (len(plan.active) == 1 or at_best(problem, curves, plan.active, cost) > bound)
         if not hopeless and (count < self.trial_steps or (unclear and count < LONGEST_TRIAL)):
             if not (trial.rebalances and state.times):
                 return state
