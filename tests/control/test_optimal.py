@@ -285,7 +285,7 @@ def test_what_a_worker_is_spared_alone_does_not_bend_its_line() -> None:
     assert lab.active == (0, 1, 2, 3)
 
 
-def test_a_slow_trial_of_one_alone_leaves_its_line_as_it_was() -> None:
+def test_after_a_slow_trial_of_one_alone_all_get_their_shares_back() -> None:
     """Alone, with a batch it never had, it needs half as much again as its line says; then all go on as before."""
 
     def seconds(b: np.ndarray) -> np.ndarray:

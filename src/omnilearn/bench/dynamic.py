@@ -196,7 +196,7 @@ def travel(
 def _finalists(found: oracle.Search, size: int) -> list[Batches]:
     """The fastest of a search, and the fastest over all workers: that one was tried first, and seldom."""
     everybody = found.best(lambda workers: workers == size)
-    return list(dict.fromkeys([*found.fastest(FINALISTS), *([everybody] if everybody else [])]))
+    return list(dict.fromkeys(filter(None, [*found.fastest(FINALISTS), everybody])))
 
 
 def _best(gang: Gang, splits: Sequence[Batches], steps: int) -> Batches:

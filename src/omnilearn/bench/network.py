@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=positive,
-        help=f"how often all take their turn (default: 4, quick: 2); {ENOUGH} where these take {LONGEST:.0f} s or more",
+        help="how often all take their turn (default: 4, quick: 2); "
+        f"after {ENOUGH}, no more once {LONGEST:.0f} s are over",
     )
 
 

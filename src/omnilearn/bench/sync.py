@@ -200,6 +200,7 @@ class Contest:
                 self.progress.total += turn > how.rounds
                 self._done(f"round {turn}" + (f" of {how.rounds}" if turn <= how.rounds else ""))
                 yield self._rows()
+            self.progress.total -= max(how.rounds - turn, 0)
             self.plans = gang.all("reasons", "optimal")[0]
             for start in range(how.starts):
                 name = f"start {start}"
@@ -226,10 +227,10 @@ class Contest:
 
     def _another(self, made: int, seconds: float) -> bool:
         """Whether there is another round after so many."""
-        if self.how.longest is not None and made >= ENOUGH and seconds >= self.how.longest:
-            self.progress.total -= max(self.how.rounds - made, 0)
+        how = self.how
+        if how.longest is not None and made >= ENOUGH and seconds >= how.longest:
             return False
-        return made < self.how.rounds or seconds < self.how.seconds
+        return made < how.rounds or seconds < how.seconds
 
     def _block(self, contestant: str) -> Trace:
         if contestant in self.splits:

@@ -207,7 +207,7 @@ class Curves:
         spread = (bb * one * one - 2 * ab * one * x + aa * x * x) / (aa * bb - ab * ab)
         spread = np.where(first | ~np.isfinite(spread), 0.0, np.maximum(spread, 0.0))
         deviation = self.noise * np.sqrt(1 + spread)
-        # Slower than expected with a batch that is several times larger than before: the line was too flat.
+        # Slower than expected with a batch that is so many times as large as before: the line was too flat.
         leap = (b >= far * self.at) & (error > 0)
         outlier = measured & ~first & ~leap & (np.abs(error) > np.maximum(GATE * deviation, GATE_FLOOR))
         ratio = np.where(measured, t / predicted, 1.0)
