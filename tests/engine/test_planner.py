@@ -271,4 +271,10 @@ def test_nobody_waits_for_answers_while_gradients_are_on_their_way(pair) -> None
 
 def test_sizes_are_remembered() -> None:
     sizes = Sizes()
-    assert [sizes.had(batch) for batch in (4, 4, 5, 4, 5)] == [False, True, False, True, True]
+    assert [sizes.tells(batch) for batch in (4, 4, 5, 4, 5)] == [False, True, False, True, True]
+
+
+def test_the_first_steps_with_a_much_larger_batch_do_not_tell() -> None:
+    sizes = Sizes(growing=3)
+    told = [(batch, sizes.tells(batch)) for batch in (4, 4, 7, 7, 16, 16, 16, 16, 8, 8)]
+    assert [batch for batch, tells in told if tells] == [4, 7, 16, 8]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from omnilearn.control import Plan, Policy, Problem, Report, State
+from omnilearn.control.curves import LEAP
 from omnilearn.control.problem import Floats
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Answers, Peers
@@ -38,6 +39,8 @@ PULSE_CHANGE = 1.3
 """A parked worker's speed counts as changed beyond this factor, seen twice in a row."""
 PULSE_FIRST, PULSE_LOOKS = 3, 5
 """The first time it is looked so often; what its speed is, so many times say together."""
+GROWING = 4
+"""Steps with a batch LEAP times the largest before that say little on a CPU: the allocator learns what to keep."""
 HEADER = 6
 """Where the others left the loop (2), pulse, memory (2), and a checksum of the plan in force."""
 ALONE_EVERY = 0.5
@@ -100,16 +103,21 @@ class _Exchange:
 
 class Sizes:
     """The batches that a worker has had. Its first step with another one says little: kernels are chosen or compiled
-    for its shape, memory is allocated. It can take half as long again, which is not the batch's fault."""
+    for its shape, memory is allocated. It can take half as long again, which is not the batch's fault. On a CPU the
+    first few with one that is much larger than all before (``growing``) are like that."""
 
-    def __init__(self) -> None:
+    def __init__(self, growing: int = 1) -> None:
+        self._growing = growing
         self._had: set[int] = set()
+        self._unsettled = 0
 
-    def had(self, batch: int) -> bool:
-        """Whether it had it before; it has now."""
-        before = batch in self._had
+    def tells(self, batch: int) -> bool:
+        """Whether a step with this batch tells how fast the worker is; it has had it now."""
+        if batch not in self._had:
+            self._unsettled = self._growing if batch >= LEAP * max(self._had, default=batch) else 1
         self._had.add(batch)
-        return before
+        self._unsettled, before = max(self._unsettled - 1, 0), self._unsettled
+        return not before
 
 
 class _Row(NamedTuple):
@@ -139,7 +147,7 @@ class Planner:
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
         self._rows: list[_Row] = []
-        self._sizes = Sizes()
+        self._sizes = Sizes(GROWING if world.resources[world.rank].device == "cpu" else 1)
         self._micro: Any = None  # everybody's largest micro-batch, as last heard
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
@@ -250,7 +258,7 @@ class Planner:
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
         for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
-            tells = row.took_part and self._sizes.had(row.sizes[self._world.rank])
+            tells = row.took_part and self._sizes.tells(row.sizes[self._world.rank])
             if timing is not None and tells:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
         self._log_steps(rows, timings)

@@ -62,7 +62,7 @@ class Planning:
         """A worker needed so long for a step, from one answer to the next."""
         if rank not in self._rows or self.state is None or self.problem is None or not (batch > 0 < seconds < 1e6):
             return
-        if not self._sizes.setdefault(rank, Sizes()).had(batch):
+        if not self._sizes.setdefault(rank, Sizes()).tells(batch):
             return
         before = self._rates.get(rank)
         self._rates[rank] = batch / seconds if before is None else 0.7 * before + 0.3 * batch / seconds
