@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from omnilearn.control.allocate import allocate, step_time
@@ -9,6 +11,8 @@ from omnilearn.control.curves import LEAP, Curves, passes
 from omnilearn.control.problem import Floats, Ints, Problem
 
 Workers = tuple[int, ...]
+FEW = 6
+"""So many workers are few enough to look at every set of them."""
 
 
 def members(batches: Ints) -> Workers:
@@ -30,11 +34,22 @@ def at_best(problem: Problem, curves: Curves, workers: Workers, cost: Floats) ->
 
 def at_very_best(problem: Problem, curves: Curves, cost: Floats) -> float:
     """Seconds of a step below which no split over any set of workers comes. Quicker to tell than which set is best."""
-    speed, order = 1 / curves.beta, np.argsort(curves.alpha, kind="stable")
+    speed = 1 / curves.beta
+    if problem.workers <= FEW:
+        sets, counts = _every_set(problem.workers)
+        return float(((problem.global_batch + sets @ (curves.alpha * speed)) / (sets @ speed) + cost[counts]).min())
+    order = np.argsort(curves.alpha, kind="stable")
     alone = problem.global_batch + np.cumsum((curves.alpha * speed)[order])
     shared = float((alone / np.cumsum(speed[order])).min())  # by all who are worth it, if acting together cost nothing
     fastest = problem.global_batch / np.cumsum(np.sort(speed)[::-1]) + curves.alpha.min()  # n of them
     return float((np.maximum(fastest, shared) + cost[1:]).min())
+
+
+@cache
+def _every_set(workers: int) -> tuple[Floats, Ints]:
+    """Every set of so many workers, one per row, and how many each has."""
+    sets = (np.arange(1, 2**workers)[:, None] >> np.arange(workers)) & 1
+    return sets.astype(np.float64), sets.sum(axis=1)
 
 
 def at_least(batches: Ints | Floats, curves: Curves) -> Floats:
