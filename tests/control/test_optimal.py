@@ -449,6 +449,18 @@ def test_all_but_one_parked_and_the_last_one_turns_slow() -> None:
 # The rest
 
 
+@pytest.mark.parametrize(("seconds", "soon", "late"), [(0.1, 4, 8), (0.3, 4, 4), (0.02, 10, 32)])
+def test_the_longer_a_plan_holds_the_rarer_are_reports_of_short_steps(seconds: float, soon: int, late: int) -> None:
+    problem = Problem.of(64, workers=4)
+    lab = Lab(problem, lambda b: np.full(4, seconds) * b / 16, Optimal())
+    intervals = []
+    for _ in range(60):
+        lab.run(1)
+        intervals.append(lab.state.interval)
+    assert {soon, late} <= set(intervals)
+    assert intervals[-1] == late
+
+
 def test_reports_ask_for_a_sensible_number_of_steps() -> None:
     lab = parked_lab()
     assert 4 <= lab.state.interval <= 32
@@ -580,9 +592,10 @@ def test_a_change_is_followed_as_soon_after_reports_were_kept() -> None:
     lab.run(2 * lab.state.interval)
     assert len(lab.state.unread) == 2
     slopes[0] *= 3
-    before = lab.steps
+    before, interval = lab.steps, lab.state.interval
     lab.run(12)
-    assert min(step for step, _, reason in lab.log if step > before and reason == "rebalance") - before <= 8
+    followed = min(step for step, _, reason in lab.log if step > before and reason == "rebalance")
+    assert followed - before <= interval + 4
     times = lab.seconds(np.asarray(lab.state.plan.batches))
     assert times.max() / times.min() < 1.1
 

@@ -61,6 +61,9 @@ HOPELESS = 0.2
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
+EVERY, EVERY_CALM, LONG_CALM = 0.2, 0.8, 6
+"""Seconds between two reports; where a plan has held since the curves were thought about so often, so many: a slow
+worker feels each of them."""
 FIRST_ASK = 240
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 
@@ -367,5 +370,5 @@ def _interval(state: OptimalState) -> int:
     batches = state.plan.sizes
     step = max(median(state.times) if state.times else float(state.curves.times(batches)[batches > 0].max()), 1e-6)
     if state.trial or state.settled < SETTLED or np.any(state.curves.suspect[list(state.plan.active)] != 1):
-        return min(max(ceil(0.2 / step), 2), 4)
-    return min(max(ceil(0.2 / step), 4), 32)
+        return min(max(ceil(EVERY / step), 2), 4)
+    return min(max(ceil((EVERY_CALM if state.settled >= LONG_CALM else EVERY) / step), 4), 32)
