@@ -61,9 +61,10 @@ HOPELESS = 0.2
 HOPE = 0.1
 """A gain that is only hoped for, because nobody knows what it costs that so many workers act together."""
 LEARN = "learn the curves"
-EVERY, EVERY_CALM, LONG_CALM = 0.2, 0.8, 6
-"""Seconds between two reports; where a plan has held since the curves were thought about so often, so many: a slow
-worker feels each of them."""
+EVERY, EVERY_CALM = 0.2, 0.8
+"""Seconds between two reports, and between two in a long calm: a slow worker feels each of them."""
+LONG_CALM = 6
+"""A calm is long when the plan has been thought about so often and left as it is."""
 FIRST_ASK = 240
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 

@@ -108,16 +108,16 @@ class Sizes:
 
     def __init__(self, growing: int = 1) -> None:
         self._growing = growing
-        self._had: set[int] = set()
-        self._unsettled = 0
+        self._left: dict[int, int] = {}  # by batch, the steps with it that do not tell
 
     def tells(self, batch: int) -> bool:
         """Whether a step with this batch tells how fast the worker is; it has had it now."""
-        if batch not in self._had:
-            self._unsettled = self._growing if batch >= LEAP * max(self._had, default=batch) else 1
-        self._had.add(batch)
-        self._unsettled, before = max(self._unsettled - 1, 0), self._unsettled
-        return not before
+        if batch not in self._left:
+            self._left[batch] = self._growing if batch >= LEAP * max(self._left, default=batch) else 1
+        elif not self._left[batch]:
+            return True
+        self._left[batch] -= 1
+        return False
 
 
 class _Row(NamedTuple):
