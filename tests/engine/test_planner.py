@@ -12,30 +12,48 @@ import pytest
 from omnilearn.cluster.resources import Resources
 from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
-from omnilearn.engine.peers import Answers, Peers
+from omnilearn.engine.peers import Peers
 from omnilearn.engine.planner import Planner, Sizes, Timing, _Pulse
-from omnilearn.errors import OmniLearnError
 from omnilearn.observe import EventLog
 
 CORE = Resources(host="here", cores=1.0, device="cpu", device_name="", device_id="", memory=2**30)
 
 
-class Twin(Peers):
-    """One of two peers in this very process: an exchange is over when both have begun it."""
+class Wire:
+    """What two peers in this very process have said to each other."""
 
-    def __init__(self, rank: int, rows: list[list[np.ndarray]]) -> None:
-        self.rank, self.size, self.resources, self._rows = rank, 2, (CORE, CORE), rows
+    def __init__(self) -> None:
+        self.rows: tuple[list[np.ndarray], ...] = ([], [])
+        self.answers: list[bytes] = []
+
+
+class Talk:
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire, self._number = wire, number
+
+    def rows(self) -> np.ndarray:
+        return np.stack([rows[self._number] for rows in self._wire.rows])
+
+    def answer(self, data: bytes) -> None:
+        self._wire.answers.append(data)
+
+    def heard(self) -> bytes:
+        return self._wire.answers[self._number]
+
+
+class Twin(Peers):
+    """One of two peers, of which rank 0 thinks. Waiting for what was not said yet is an error."""
+
+    def __init__(self, rank: int, wire: Wire) -> None:
+        self.rank, self.size, self.resources, self._wire = rank, 2, (CORE, CORE), wire
 
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def exchange(self, row: np.ndarray) -> Answers:
-        self._rows[self.rank].append(row)
-        number = len(self._rows[self.rank]) - 1
-        return Answers(
-            wait=lambda: np.stack([rows[number] for rows in self._rows]),
-            ready=lambda: all(len(rows) > number for rows in self._rows),
-        )
+    def exchange(self, row: np.ndarray, thinker: int) -> Talk:
+        assert thinker == 0
+        self._wire.rows[self.rank].append(row)
+        return Talk(self._wire, len(self._wire.rows[self.rank]) - 1)
 
     def speed(self) -> float:
         return 1.0
@@ -70,10 +88,10 @@ class Listening(Uniform):
 
 @pytest.fixture
 def pair(tmp_path: Path):
-    rows: list[list[np.ndarray]] = [[], []]
+    wire = Wire()
     problem, policy, clocks = Problem.of(16, workers=2), Listening(), (Times(), Times())
     planners = [
-        Planner(Twin(rank, rows), clocks[rank], policy, problem, lambda plan, step: None, EventLog(tmp_path, rank))
+        Planner(Twin(rank, wire), clocks[rank], policy, problem, lambda plan, step: None, EventLog(tmp_path, rank))
         for rank in (0, 1)
     ]
     samplers = [Sampler(1600, [8, 8]) for _ in planners]
@@ -92,13 +110,13 @@ def pair(tmp_path: Path):
             position = samplers[rank].state_dict()
             samplers[rank].load_state_dict(position | {"step": position["step"] + 1})
 
-    yield step, policy, planners
+    yield step, policy, planners, wire
     for planner in planners:
         planner.drain()
 
 
 def test_the_first_step_with_a_batch_is_not_reported(pair) -> None:
-    step, policy, _ = pair
+    step, policy, *_ = pair
     step((8, 8), (None, None))  # a clock does not know when the first step began
     step((8, 8), (0.5, 0.6))
     step((9, 7), (0.9, 0.9))  # new to both
@@ -107,7 +125,7 @@ def test_the_first_step_with_a_batch_is_not_reported(pair) -> None:
     step((8, 7), (0.5, 0.4))  # only the pair is new
     step((10, 6), (0.9, 0.9))
     step((8, 8), (0.5, 0.6))
-    first, second = policy.reports[0], policy.reports[2]
+    first, second = policy.reports
     assert first.batches.tolist() == [[8, 8], [8, 8], [9, 7]]
     assert first.measured.tolist() == [[False, False], [True, True], [False, False]]
     assert first.busy[1].tolist() == [0.5, 0.6]
@@ -128,8 +146,8 @@ def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pyt
     """What is done together with the others in between is no reason to forget how fast it was."""
     monkeypatch.setattr("omnilearn.engine.planner.PULSE_EVERY", 0.0)
     monkeypatch.setattr("omnilearn.engine.planner.PULSE_AGAIN", 0.0)
-    rows: list[list[np.ndarray]] = [[], []]
-    worlds, policy, problem = (Twin(0, rows), Changing(1, rows)), Listening(), Problem.of(16, workers=2)
+    wire = Wire()
+    worlds, policy, problem = (Twin(0, wire), Changing(1, wire)), Listening(), Problem.of(16, workers=2)
     planners = [Planner(world, Times(), policy, problem, lambda plan, step: None) for world in worlds]
     samplers = [Sampler(1600, [16, 0]) for _ in planners]
 
@@ -208,19 +226,8 @@ def test_time_between_two_loops_brings_no_look_nearer(monkeypatch: pytest.Monkey
     assert len(set(looks)) == 3  # 5 seconds of loops
 
 
-def test_ranks_with_different_plans_are_told(pair) -> None:
-    step, _, planners = pair
-    for _ in range(3):
-        step((8, 8), (0.5, 0.5))
-    planners[1].state = State(Plan((9, 7)), interval=3)
-    step((8, 8), (0.5, 0.5))  # an exchange begins
-    with pytest.raises(OmniLearnError, match="do not agree on the plan in force"):
-        step((8, 8), (0.5, 0.5))
-    planners[1].state = planners[0].state
-
-
 def test_after_a_restore_nothing_of_before_is_waited_for(pair) -> None:
-    step, _, planners = pair
+    step, _, planners, _ = pair
     while any(planner._exchange is None for planner in planners):
         step((8, 8), (0.5, 0.5))
     for planner in planners:
@@ -228,45 +235,50 @@ def test_after_a_restore_nothing_of_before_is_waited_for(pair) -> None:
         assert planner._exchange is None
 
 
-def test_who_has_time_thinks_earlier_and_all_end_an_exchange_at_the_same_step(pair) -> None:
-    """Rank 0 reads the answers while it waits for gradients, rank 1 (parked, say) at the next step."""
-    step, policy, planners = pair
+def test_one_thinks_for_all_and_all_end_an_exchange_at_the_same_step(pair) -> None:
+    step, policy, planners, wire = pair
     for _ in range(3):
         step((8, 8), (0.5, 0.6))
     assert not policy.reports
-    step((8, 8), (0.5, 0.6), thinking=(0,))  # an exchange begins
-    assert len(policy.reports) == 1
+    step((8, 8), (0.5, 0.6), thinking=(0, 1))  # an exchange begins; rank 1 has nothing to think about
+    assert (len(policy.reports), len(wire.answers)) == (1, 2)  # in the first one there was nothing to report
     assert all(planner._exchange is not None for planner in planners)  # so all would end it in ``confirm``
     planners[0].think()  # a backward pass done again, after it ran out of memory
+    assert (len(policy.reports), len(wire.answers)) == (1, 2)
+    step((8, 8), (0.5, 0.6))
     assert len(policy.reports) == 1
-    step((8, 8), (0.5, 0.6), thinking=(0,))
-    assert len(policy.reports) == 2
     assert all(planner._exchange is None for planner in planners)
-    assert policy.reports[0].busy.tolist() == policy.reports[1].busy.tolist()
 
 
 def test_what_was_thought_is_not_known_before_it_is_on_all_ranks(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch that begins in between starts with the same batches everywhere."""
-    step, policy, planners = pair
+    step, policy, planners, _ = pair
     monkeypatch.setattr(policy, "update", lambda problem, state, report: State(Plan((9, 7)), interval=3))
     for _ in range(3):
         step((8, 8), (0.5, 0.6))
     step((8, 8), (0.5, 0.6), thinking=(0,))
-    assert planners[0]._exchange.outcome.state.plan.batches == (9, 7)
+    assert planners[0]._exchange.answer.state.plan.batches == (9, 7)
     assert [planner.plan.batches for planner in planners] == [(8, 8), (8, 8)]
     step((8, 8), (0.5, 0.6))
     assert [planner.plan.batches for planner in planners] == [(9, 7), (9, 7)]
 
 
-def test_nobody_waits_for_answers_while_gradients_are_on_their_way(pair) -> None:
-    _, policy, planners = pair
-    planners[0]._begin(0, idle=False)
-    planners[0].think()
-    assert planners[0]._exchange.outcome is None
-    planners[1]._begin(0, idle=False)
-    planners[0].think()
-    assert planners[0]._exchange.outcome is not None
-    assert not policy.reports  # there was nothing in it
+def test_an_answer_that_is_the_last_one_again_is_not_said_again(pair) -> None:
+    step, _, planners, wire = pair
+    for _ in range(12):
+        step((8, 8), (0.5, 0.6))
+    assert [bool(answer) for answer in wire.answers] == [True, False, False, False]
+    for planner in planners:  # what was said before is forgotten
+        planner.restore(State(Plan((10, 6)), interval=3), 12)
+    for _ in range(5):
+        step((8, 8), (0.5, 0.6))
+    assert wire.answers[-1]
+    assert [planner.plan.batches for planner in planners] == [(10, 6), (10, 6)]
+
+
+def test_the_fastest_thinks() -> None:
+    problem = Problem.of(16, speeds=[1.0, 4.0, 4.0])
+    assert Planner(Twin(0, Wire()), Times(), Listening(), problem, lambda plan, step: None).thinker == 1
 
 
 def test_sizes_are_remembered() -> None:

@@ -106,6 +106,10 @@ class OptimalState(State):
         times = self.curves.times(batches)
         return times * self.undisturbed if np.count_nonzero(batches) == 1 else times
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What others are told: not what is still to be thought about."""
+        return {**self.__dict__, "unread": ()}
+
     def state_dict(self) -> dict[str, Any]:
         kept = self if self.trial is None else replace(self, plan=self.trial.before, trial=None)  # not judged yet
         return {

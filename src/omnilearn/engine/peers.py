@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +13,20 @@ import numpy.typing as npt
 from omnilearn.cluster.resources import Resources, peak_memory
 from omnilearn.errors import OmniLearnError, UsageError
 
+Floats = npt.NDArray[np.float64]
 
-@dataclass(frozen=True)
-class Answers:
-    """An exchange under way: ``wait`` gives one row per rank, ``ready`` says whether that takes no time any more."""
 
-    wait: Callable[[], npt.NDArray[np.float64]]
-    ready: Callable[[], bool]
+class Exchange(Protocol):
+    """Rows of numbers on their way to one rank, the thinker, and its answer on the way back to all others."""
+
+    def rows(self) -> Floats:
+        """On the thinker: wait for them, one per rank."""
+
+    def answer(self, data: bytes) -> None:
+        """On the thinker: give the answer, without waiting for anybody. An empty one takes no time."""
+
+    def heard(self) -> bytes:
+        """On the others: wait for the answer."""
 
 
 class Peers(ABC):
@@ -39,8 +45,8 @@ class Peers(ABC):
         """Every rank's value, in rank order, on every rank."""
 
     @abstractmethod
-    def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
-        """Begin to exchange rows of numbers, the same length on all ranks, without waiting for anybody."""
+    def exchange(self, row: Floats, thinker: int) -> Exchange:
+        """Begin to send a row, of the same length on all ranks, without waiting for anybody."""
 
     @abstractmethod
     def speed(self) -> float:

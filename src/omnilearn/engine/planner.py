@@ -1,18 +1,18 @@
 """Carries timings to the policy and plans to the sampler, at the same steps on every rank.
 
-Every few steps all ranks exchange what they measured, in one small asynchronous all-gather, and each runs the same
-pure policy on the same report: while it waits for the others' gradients, or else at the start of the next step, where
-what was decided becomes known on all of them. A new plan takes effect as many steps ahead as the deepest prefetch of
-any rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
+Every few steps all ranks send what they measured to the fastest of them, the thinker. It runs the policy while it waits
+for the others' gradients, or else at the start of the next step, where what was decided becomes known on all of them:
+the slow are not made slower by thinking. A new plan takes effect as many steps ahead as the deepest prefetch of any
+rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -22,9 +22,8 @@ import numpy as np
 
 from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.control.curves import LEAP
-from omnilearn.control.problem import Floats
 from omnilearn.data import Sampler
-from omnilearn.engine.peers import Answers, Peers
+from omnilearn.engine.peers import Exchange, Peers
 from omnilearn.engine.story import Story
 from omnilearn.errors import OmniLearnError
 from omnilearn.observe import EventLog
@@ -41,8 +40,8 @@ PULSE_FIRST, PULSE_LOOKS = 3, 5
 """The first time it is looked so often; what its speed is, so many times say together."""
 GROWING = 4
 """Steps with a batch LEAP times the largest before that say little on a CPU: the allocator learns what to keep."""
-HEADER = 6
-"""Where the others left the loop (2), pulse, memory (2), and a checksum of the plan in force."""
+HEADER = 5
+"""What a rank tells of itself before its timings: where it left the loop (2), pulse, memory (2)."""
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -79,22 +78,23 @@ class Stop:
     offset: int
 
 
-class _Outcome(NamedTuple):
-    """What everybody said in an exchange, and what follows from it."""
+class _Answer(NamedTuple):
+    """What follows from what everybody said: the same on all ranks."""
 
-    table: Floats
-    problem: Problem
+    stop: Stop | None
+    micro: tuple[int, ...]  # everybody's largest micro-batch (0: not known)
+    failed: tuple[int, ...]  # the samples with which each ran out of memory (0: it did not)
     state: State
 
 
 @dataclass
 class _Exchange:
-    """An all-gather under way: the steps it tells of, and where the answers come from."""
+    """An exchange under way: the steps it tells of, and how the others are heard."""
 
     begun: int
     sizes: list[tuple[int, ...]]
-    answers: Answers
-    outcome: _Outcome | None = None  # once it was thought about
+    talk: Exchange
+    answer: _Answer | None = None  # once it was thought about
 
     @property
     def due(self) -> int:
@@ -148,7 +148,11 @@ class Planner:
         self.state: State = policy.start(problem)
         self._rows: list[_Row] = []
         self._sizes = Sizes(GROWING if world.resources[world.rank].device == "cpu" else 1)
-        self._micro: Any = None  # everybody's largest micro-batch, as last heard
+        self.thinker = int(np.argmax(problem.speeds))
+        self._micro: tuple[int, ...] = ()  # everybody's largest micro-batch, as last heard
+        self._last: _Answer | None = None  # answer that was heard…
+        self._told = b""  # … or given
+        pickle.loads(pickle.dumps(self.state))  # takes long the first time: not in a step
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
         self._alone_since = time.monotonic()
@@ -171,6 +175,7 @@ class Planner:
 
     def _reset(self, state: State, step: int) -> None:
         self.state, self._reported, self._next = state, step, step + state.interval
+        self._told = b""
         self._logged = step
         self._rows.clear()
         self._clock.clear()
@@ -201,14 +206,13 @@ class Planner:
         return None
 
     def think(self) -> None:
-        """Have the policy decide already now, if the answers are there: this rank only waits for others' gradients.
+        """On the thinker, decide already now: this rank only waits for others' gradients.
 
-        Nothing else changes before the exchange is over: others may not have thought yet. Answers are not waited for:
-        those of parked workers, say, may come later than the gradients.
+        Others who are later now would be waited for at the next step. Nothing changes before the exchange is over: it
+        is so at the same step on all ranks.
         """
-        exchange = self._exchange
-        if exchange is not None and exchange.outcome is None and exchange.answers.ready():
-            exchange.outcome = self._decide(exchange)
+        if self._exchange is not None and self._world.rank == self.thinker:
+            self._hear(self._exchange)
 
     def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
         """An exchange here and now. Before anything the parked do together with the others: those may have left."""
@@ -240,9 +244,9 @@ class Planner:
 
     def _forget_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.outcome is None:
+        if exchange is not None:
             with contextlib.suppress(OmniLearnError, RuntimeError):
-                exchange.answers.wait()
+                self._hear(exchange)
 
     def _begin(self, step: int, idle: bool, stop: Stop | None = None, look: bool = True) -> None:
         expected = self._next - self._reported  # also where it comes earlier: all must send the same length
@@ -254,7 +258,6 @@ class Planner:
             sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
             self._memory.failed = 0
         sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
-        sent[5] = zlib.crc32(self.plan.sizes.tobytes())
         sent[2] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
         for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
@@ -262,55 +265,68 @@ class Planner:
             if timing is not None and tells:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
         self._log_steps(rows, timings)
-        self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent))
+        self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent, self.thinker))
         self._reported = step
         if idle and look:  # nobody waits for what is found: it goes out with the next exchange
             self._pulse.look()
 
     def _finish(self, sampler: Sampler, horizon: int) -> Stop | None:
-        """The exchange is over, on all ranks at the same step, whenever each of them thought about it."""
+        """The exchange is over, on all ranks at the same step."""
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
-        table, problem, state = exchange.outcome or self._decide(exchange)
-        self._hear_of_memory(table[:, 3], table[:, 4], problem)
-        leaver = table[table[:, 0].argmax()]
-        if leaver[0] >= 0:
-            stop = Stop(int(leaver[0]), int(leaver[1]))
-            self._reset(self.state, stop.step)
-            return stop
-        before, self.state = self.state.plan, state
-        if state.plan.batches != before.batches:
-            sampler.schedule(state.plan.batches, exchange.due + horizon)
-            self._notify(state.plan, exchange.due + horizon)
-        if state.plan.reason != before.reason or state.plan.batches != before.batches:
-            self._story.plan(state, exchange.due + horizon)
-        self._story.curves(state, exchange.due)
-        self._next = exchange.begun + max(state.interval, 1)
+        answer = self._hear(exchange)
+        self._hear_of_memory(answer)
+        if answer.stop is not None:
+            self._reset(self.state, answer.stop.step)
+            return answer.stop
+        before, self.state = self.state.plan, answer.state
+        plan = self.state.plan
+        if plan.batches != before.batches:
+            sampler.schedule(plan.batches, exchange.due + horizon)
+            self._notify(plan, exchange.due + horizon)
+        if plan.reason != before.reason or plan.batches != before.batches:
+            self._story.plan(self.state, exchange.due + horizon)
+        self._story.curves(self.state, exchange.due)
+        self._next = exchange.begun + max(self.state.interval, 1)
         return None
 
-    def _decide(self, exchange: _Exchange) -> _Outcome:
-        """What follows from the answers. Changes nothing."""
-        table = exchange.answers.wait()
-        if np.any(table[:, 5] != table[0, 5]):
-            raise OmniLearnError(
-                "the ranks do not agree on the plan in force, though each computes it from the same timings: are their "
-                "versions of numpy the same, and does a policy of your own use nothing but its arguments?"
-            )
-        problem = self.problem if np.array_equal(table[:, 3], self._micro) else self.problem.holding(table[:, 3])
-        if not exchange.sizes or np.any(table[:, 0] >= 0):  # nothing was measured, or somebody leaves
-            return _Outcome(table, problem, self.state)
-        rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
-        busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
-        report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
-        return _Outcome(table, problem, self.policy.update(problem, self.state, report))
+    def _hear(self, exchange: _Exchange) -> _Answer:
+        """The answer: from the thinker, or on it, by thinking."""
+        if exchange.answer is None and self._world.rank == self.thinker:
+            exchange.answer = self._decide(exchange)
+            told = pickle.dumps(exchange.answer)
+            exchange.talk.answer(b"" if told == self._told else told)
+            self._told = told
+        elif exchange.answer is None:
+            if told := exchange.talk.heard():
+                self._last = pickle.loads(told)
+            exchange.answer = self._last  # said nothing: as before
+        assert exchange.answer is not None
+        return exchange.answer
 
-    def _hear_of_memory(self, micro: Any, failed: Any, problem: Problem) -> None:
-        """Everybody's largest micro-batch (0: not known), the problem that is made of it, and who ran out of memory."""
-        self._micro, self.problem = micro, problem
-        for rank in np.flatnonzero(failed):
-            if rank != self._world.rank:
+    def _decide(self, exchange: _Exchange) -> _Answer:
+        """What follows from what everybody said."""
+        table, state = exchange.talk.rows(), self.state
+        micro, failed = (tuple(column.astype(int).tolist()) for column in table[:, 3:5].T)
+        leaver = table[table[:, 0].argmax()]
+        stop = Stop(int(leaver[0]), int(leaver[1])) if leaver[0] >= 0 else None
+        if exchange.sizes and stop is None:  # something was measured, and nobody leaves
+            rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
+            busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
+            report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
+            state = self.policy.update(self._holding(micro), state, report)
+        return _Answer(stop, micro, failed, state)
+
+    def _holding(self, micro: tuple[int, ...]) -> Problem:
+        """The problem, with everybody's largest micro-batch in it."""
+        return self.problem if micro == self._micro else self.problem.holding(micro)
+
+    def _hear_of_memory(self, answer: _Answer) -> None:
+        self.problem, self._micro = self._holding(answer.micro), answer.micro
+        for rank, samples in enumerate(answer.failed):
+            if samples and rank != self._world.rank:
                 log.warning("rank %d ran out of memory with %d samples: it computes %d at a time from now on",
-                            rank, failed[rank], micro[rank])  # fmt: skip
+                            rank, samples, answer.micro[rank])  # fmt: skip
 
     # What goes into the events
 

@@ -19,19 +19,20 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 import omnilearn
 from omnilearn.cluster import resources
-from omnilearn.engine.peers import Answers, Peers
+from omnilearn.engine.peers import Exchange, Floats, Peers
 from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure
 
 log = logging.getLogger("omnilearn")
 
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
+ROWS, ANSWER = 1, 2
+"""Tags of the messages of an exchange. What else is sent from rank to rank has none (0)."""
 
 
 class World(Peers):
@@ -46,6 +47,7 @@ class World(Peers):
         self.failed, self.error = False, ""  # whether this process ends with an error, and which
         self.explain: Callable[[BaseException], str] = lambda error: ""  # what to do about it; the engine knows
         self._owned = False
+        self._sent: list[Any] = []  # by the exchange under way, or the last
         if self.size > 1 and not alone:
             self._join()
         with self.alike():
@@ -81,18 +83,12 @@ class World(Peers):
             dist.all_gather_object(values, value, group=group)
         return values
 
-    def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
-        sent = torch.from_numpy(row)
-        answers = [torch.empty_like(sent) for _ in range(self.size)]
+    def exchange(self, row: Floats, thinker: int) -> Exchange:
         with self.naming_the_culprit("exchanging timings"):
-            work = dist.all_gather(answers, sent, group=self.control, async_op=True)
-
-        def wait() -> npt.NDArray[np.float64]:
-            with self.naming_the_culprit("exchanging timings"):
+            for work in self._sent:  # with the last exchange: long since there
                 work.wait(self.timeout)
-            return np.asarray(torch.stack(answers).numpy())
-
-        return Answers(wait, ready=work.is_completed)
+            self._sent.clear()
+            return _Exchange(self, row, thinker)
 
     def speed(self) -> float:
         return resources.measure_flops(str(self.device))
@@ -156,6 +152,53 @@ class World(Peers):
             dist.destroy_process_group()
             self._owned = False
         self.control = None
+
+
+class _Exchange:
+    """Messages from rank to rank with tags of their own: nothing that the ranks say to each other meanwhile is mixed up
+    with them, and a slow rank is woken up for its own two only, not for what others tell each other."""
+
+    def __init__(self, world: World, row: Floats, thinker: int) -> None:
+        self._world, self._thinker = world, thinker
+        if world.rank == thinker:
+            self._others = [rank for rank in range(world.size) if rank != thinker]
+            self._rows = torch.from_numpy(np.tile(row, (world.size, 1)))
+            self._coming = [self._receive(self._rows[rank], rank, ROWS) for rank in self._others]
+        else:
+            self._send(torch.from_numpy(row), thinker, ROWS)
+            self._length = torch.zeros(1, dtype=torch.int64)  # of the answer, which comes after it
+            self._coming = [self._receive(self._length, thinker, ANSWER)]
+
+    def rows(self) -> Floats:
+        self._wait()
+        return np.asarray(self._rows.numpy())
+
+    def answer(self, data: bytes) -> None:
+        with self._world.naming_the_culprit("exchanging timings"):
+            for rank in self._others:
+                self._send(torch.tensor([len(data)]), rank, ANSWER)
+                if data:
+                    self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, ANSWER)
+
+    def heard(self) -> bytes:
+        self._wait()
+        data = torch.empty(int(self._length), dtype=torch.uint8)
+        if len(data):
+            self._coming = [self._receive(data, self._thinker, ANSWER)]
+            self._wait()
+        return data.numpy().tobytes()
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self._world._sent.append(dist.isend(tensor, rank, group=self._world.control, tag=tag))
+
+    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return dist.irecv(tensor, rank, group=self._world.control, tag=tag)
+
+    def _wait(self) -> None:
+        with self._world.naming_the_culprit("exchanging timings"):
+            for work in self._coming:
+                work.wait(self._world.timeout)
+        self._coming.clear()
 
 
 def backend(ranks: Sequence[resources.Resources]) -> str:

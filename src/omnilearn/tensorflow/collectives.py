@@ -61,13 +61,23 @@ class Group:
         blobs = [row[8 : 8 + length].tobytes() for row, length in zip(first, lengths, strict=True)]
         longest = max(lengths) - (SMALL - 8)
         if longest > 0:
-            room = 1 << (longest - 1).bit_length()  # few lengths: each needs keys of its own
-            rest = self.rows(_words(mine[SMALL - 8 :], max(room, 8))).view(np.uint8)
+            rest = self.rows(_words(mine[SMALL - 8 :], _room(longest))).view(np.uint8)
             blobs = [
                 blob + more[: max(0, length - len(blob))].tobytes()
                 for blob, more, length in zip(blobs, rest, lengths, strict=True)
             ]
         return [pickle.loads(blob) for blob in blobs]
+
+    def spread(self, data: bytes | None) -> bytes:
+        """Data of any length from the one member that has some (not None)."""
+        source, mine = data is not None, data or b""
+        first = self.broadcast(len(mine).to_bytes(8, "little") + mine[: SMALL - 8], SMALL, source)
+        length = int.from_bytes(first[:8], "little")
+        if length <= SMALL - 8:
+            return first[8 : 8 + length]
+        return (
+            first[8:] + self.broadcast(mine[SMALL - 8 :], _room(length - (SMALL - 8)), source)[: length - (SMALL - 8)]
+        )
 
     def broadcast(self, data: bytes | None, size: int, source: bool) -> bytes:
         """``size`` bytes from the one member that is the source."""
@@ -85,6 +95,11 @@ class Group:
             timeout_seconds=self._timeout, **options,
         )  # fmt: skip
         return bytes(received.numpy().tobytes()[:size])
+
+
+def _room(length: int) -> int:
+    """Bytes for so many: few different numbers, because each needs keys of its own."""
+    return max(1 << (length - 1).bit_length(), 8)
 
 
 def _words(data: bytes, size: int) -> npt.NDArray[np.int64]:

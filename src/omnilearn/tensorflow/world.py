@@ -22,13 +22,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 import omnilearn
 from omnilearn.cluster import resources
-from omnilearn.engine.peers import Answers, Peers
+from omnilearn.engine.peers import Exchange, Floats, Peers
 from omnilearn.errors import InfeasibleError, PeerFailure, UsageError
 from omnilearn.tensorflow.collectives import Group
 
@@ -51,13 +50,13 @@ class World(Peers):
         self.timeout = timeout
         self.failed = False
         self.control: Group | None = None
-        self._exchanges: queue.SimpleQueue[Any] | None = None
+        self._wanted: queue.SimpleQueue[Any] | None = None  # by the thread of exchanges
         _set_threads()
         self.device = _choose_device(device)
         if self.size > 1:
             _boot(min(timeout, MEETING))
             self.control = Group(range(self.size), timeout)
-            self._exchange = Group(range(self.size), timeout)  # its own: it runs beside everything else
+            self.timings = Group(range(self.size), timeout)  # its own: it runs beside everything else
         self.resources = self._survey()
         self._previous_hook = sys.excepthook
         if self.size > 1:
@@ -77,29 +76,25 @@ class World(Peers):
         with self.naming_the_culprit("exchanging values"):
             return group.values(value)
 
-    def exchange(self, row: npt.NDArray[np.float64]) -> Answers:
-        answer: Future[npt.NDArray[np.float64]] = Future()
-        if self._exchanges is None:
-            self._exchanges = queue.SimpleQueue()
+    def exchange(self, row: Floats, thinker: int) -> Exchange:
+        if self._wanted is None:
+            self._wanted = queue.SimpleQueue()
             # One for all of them: TensorFlow takes long to get to know a thread. A daemon: a process that ends does not
             # wait for what never comes.
-            threading.Thread(target=self._do_exchanges, args=(self._exchanges,), name="omnilearn-exchange",
-                             daemon=True).start()  # fmt: skip
-        self._exchanges.put((row, answer))
+            threading.Thread(target=_do, args=(self._wanted,), name="omnilearn-exchange", daemon=True).start()
+        return _Exchange(self, row, self.rank == thinker)
 
-        def wait() -> npt.NDArray[np.float64]:
+    def beside(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Have something done in the thread of exchanges. Returns what waits for its result."""
+        assert self._wanted is not None
+        result: Future[Any] = Future()
+        self._wanted.put((call, result))
+
+        def wait() -> Any:
             with self.naming_the_culprit("exchanging timings"):
-                return answer.result(self.timeout + 60)
+                return result.result(self.timeout + 60)
 
-        return Answers(wait, ready=answer.done)
-
-    def _do_exchanges(self, wanted: queue.SimpleQueue[Any]) -> None:
-        while (asked := wanted.get()) is not None:
-            row, answer = asked
-            try:
-                answer.set_result(self._exchange.rows(row))
-            except BaseException as error:
-                answer.set_exception(error)
+        return wait
 
     def speed(self) -> float:
         def product(size: int) -> Callable[[], None]:
@@ -150,10 +145,37 @@ class World(Peers):
     def close(self) -> None:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
-        if self._exchanges is not None:
-            self._exchanges.put(None)
-            self._exchanges = None
+        if self._wanted is not None:
+            self._wanted.put(None)
+            self._wanted = None
         self.control = None
+
+
+class _Exchange:
+    def __init__(self, world: World, row: Floats, thinks: bool) -> None:
+        self._world = world
+        self._rows = world.beside(lambda: world.timings.rows(row))
+        if not thinks:
+            self._heard = world.beside(lambda: world.timings.spread(None))
+
+    def rows(self) -> Floats:
+        return np.asarray(self._rows())
+
+    def answer(self, data: bytes) -> None:
+        self._world.beside(lambda: self._world.timings.spread(data))
+
+    def heard(self) -> bytes:
+        self._rows()
+        return bytes(self._heard())
+
+
+def _do(wanted: queue.SimpleQueue[Any]) -> None:
+    while (asked := wanted.get()) is not None:
+        call, result = asked
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
 
 
 def config() -> dict[str, Any]:
