@@ -44,7 +44,7 @@ class Membership:
         self._world, self._module, self._compress = world, module, compress
         self._pack, self._unpack = pack, unpack
         self.guard = world.naming_the_culprit
-        self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk, so as not to wait for each other
+        self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk: the same where both is gloo's
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
         self.group: Any = None
@@ -107,7 +107,7 @@ class Membership:
         return self._groups[workers][1] if len(workers) > 1 else None
 
     def _form(self, workers: Workers) -> None:
-        """Form the groups of these workers, once.
+        """Form the groups of these workers, once, and as few as possible: gloo wakes up 100 times a second for each.
 
         On all ranks: torch numbers groups, and with use_local_synchronization by those a rank is itself in, so that
         members with different pasts would wait for each other under different names.
@@ -115,10 +115,10 @@ class Membership:
         if len(workers) < 2 or workers in self._groups:
             return
         with self._world.naming_the_culprit("forming a group of workers"):
-            ranks, timeout = list(workers), self._world.timeout
-            reduce = dist.new_group(ranks, backend=self._world.backend, timeout=timeout)
+            ranks, timeout, backend = list(workers), self._world.timeout, self._world.backend
             apart = workers != self.everybody
             talk = dist.new_group(ranks, backend="gloo", timeout=timeout) if apart else self._world.control
+            reduce = talk if backend == "gloo" else dist.new_group(ranks, backend=backend, timeout=timeout)
         self._groups[workers] = reduce, talk
 
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
