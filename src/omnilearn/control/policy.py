@@ -1,9 +1,9 @@
 """From measurements to plans: the interface of all policies, and the three that fit no curves.
 
 A policy is a pure function with a memory that it hands back: ``start(problem)`` gives the first state,
-``update(problem, state, report)`` the next. Engines run the same policy on the same gathered report on every rank and
-so agree without a leader. ``state.plan`` is the plan to follow, ``state.interval`` the number of steps until the next
-report is wanted.
+``update(problem, state, report)`` the next. Engines run it on one rank and send the state, which must be picklable, to
+the others. ``state.plan`` is the plan to follow, ``state.interval`` the number of steps until the next report is
+wanted.
 """
 
 from __future__ import annotations
