@@ -370,7 +370,7 @@ def test_a_worker_never_measured_is_not_tried_alone() -> None:
 
 def parked_lab() -> Lab:
     lab = Lab(Problem.of(128, workers=2), line([0.02, 0.12], [0.0002, 0.003]), Optimal(first="uniform"))
-    lab.run(100)
+    lab.run(60)
     assert lab.active == (0,)
     return lab
 

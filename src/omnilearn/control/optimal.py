@@ -65,7 +65,7 @@ EVERY, EVERY_CALM = 0.2, 0.8
 """Seconds between two reports, and between two in a long calm: a slow worker feels each of them."""
 LONG_CALM = 6
 """A calm is long when the plan has been thought about so often and left as it is."""
-FIRST_ASK = 240
+FIRST_ASK = 120
 """A parked worker is asked again after so many steps at the earliest, twice as many after each refusal."""
 
 
