@@ -14,6 +14,7 @@ from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Peers
 from omnilearn.engine.planner import Planner, Sizes, Timing, _Pulse
+from omnilearn.errors import UsageError
 from omnilearn.observe import EventLog
 
 CORE = Resources(host="here", cores=1.0, device="cpu", device_name="", device_id="", memory=2**30)
@@ -279,6 +280,19 @@ def test_an_answer_that_is_the_last_one_again_is_not_said_again(pair) -> None:
 def test_the_fastest_thinks() -> None:
     problem = Problem.of(16, speeds=[1.0, 4.0, 4.0])
     assert Planner(Twin(0, Wire()), Times(), Listening(), problem, lambda plan, step: None).thinker == 1
+
+
+class Local(Listening):
+    def start(self, problem: Problem) -> State:
+        class Own(State):
+            pass
+
+        return Own(super().start(problem).plan)
+
+
+def test_a_state_that_cannot_be_sent_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match=r"cannot be sent to the other workers .*Own must be made of"):
+        Planner(Twin(0, Wire()), Times(), Local(), Problem.of(16, workers=2), lambda plan, step: None)
 
 
 def test_sizes_are_remembered() -> None:

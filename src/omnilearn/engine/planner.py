@@ -25,7 +25,7 @@ from omnilearn.control.curves import LEAP
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Exchange, Peers
 from omnilearn.engine.story import Story
-from omnilearn.errors import OmniLearnError
+from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.observe import EventLog
 
 log = logging.getLogger("omnilearn")
@@ -152,7 +152,8 @@ class Planner:
         self._micro: tuple[int, ...] = ()  # everybody's largest micro-batch, as last heard
         self._last: _Answer | None = None  # answer that was heard…
         self._told = b""  # … or given
-        pickle.loads(pickle.dumps(self.state))  # takes long the first time: not in a step
+        if world.size > 1:
+            _try_to_send(self.state)
         self._reported = self._next = 0  # the step of the last exchange, and of the next
         self._logged = 0  # the step of the first row
         self._alone_since = time.monotonic()
@@ -346,6 +347,17 @@ class Planner:
                 loss=[None if row.loss is None else float(f"{float(row.loss):.6g}") for row in rows],
             )
         self._logged += len(rows)
+
+
+def _try_to_send(state: State) -> None:
+    """Once before the first step: it takes long the first time, and may not work."""
+    try:
+        pickle.loads(pickle.dumps(state))
+    except Exception as error:
+        raise UsageError(
+            f"the policy's state cannot be sent to the other workers ({error}): {type(state).__name__} must be made of "
+            f"what pickle can save, in a class that can be imported"
+        ) from error
 
 
 class _Pulse:
