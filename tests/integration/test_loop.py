@@ -412,6 +412,35 @@ def test_batches_are_decided_on_by_one_while_it_waits_for_gradients(gang: Gang) 
         assert known == results[0][2], "what it knows, all know: a checkpoint may be written by any"
 
 
+def side_by_side() -> Any:
+    """Two models trained in turn, each with its own plan: when a loop ends, an exchange is often under way."""
+    with OmniLearn(8) as first, OmniLearn(12, seed=1) as second:
+        pairs = []
+        for omni, seed in ((first, 0), (second, 1)):
+            torch.manual_seed(seed)
+            model, optimizer = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+            pairs.append((omni, model, optimizer, omni.loader(blobs(36), shuffle=True)))
+        under_way = 0
+        for _ in range(6):
+            for omni, model, optimizer, loader in pairs:
+                for x, y in loader:
+                    omni.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                under_way += omni._engine.planner._exchange is not None
+        states = [tensor for _, model, *_ in pairs for tensor in snapshot(model)]
+        return under_way, states, [omni.plan.batches for omni, *_ in pairs]
+
+
+def test_two_of_them_side_by_side(gang: Gang) -> None:
+    results = gang.run(3, side_by_side)
+    for under_way, states, plans in results:
+        assert under_way > 1, "messages of both were on their way at the same time"
+        assert equal(states, results[0][1])
+        assert plans == results[0][2]
+        assert [sum(plan) for plan in plans] == [8, 12]
+
+
 # BatchNorm
 
 

@@ -31,12 +31,16 @@ log = logging.getLogger("omnilearn")
 
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
-ROWS, ANSWER = 1, 2
-"""Tags of the messages of an exchange. What else is sent from rank to rank has none (0)."""
 
 
 class World(Peers):
-    """This process among its peers. ``control`` is a gloo group of all ranks (None: alone)."""
+    """This process among its peers. ``control`` is a gloo group of all ranks (None: alone).
+
+    ``tags`` are those of rows and answers in its exchanges. Another world in the same process, which may use the same
+    group, has others; what else is sent from rank to rank has 0.
+    """
+
+    _number = 0  # of the world last made in this process
 
     def __init__(self, device: str | torch.device | None, timeout: timedelta, *, alone: bool = False) -> None:
         """``alone``: take rank and size from the launcher, but meet nobody."""
@@ -64,6 +68,8 @@ class World(Peers):
         gloo = dist.get_backend() == "gloo"
         self.control = dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=self.timeout)
         self._store = dist.PrefixStore("omnilearn", dist.distributed_c10d._get_default_store())
+        World._number = max(self.gather(World._number + 1))  # the same on all ranks, whatever some did before
+        self.tags = 2 * World._number - 1, 2 * World._number
 
     def _survey(self) -> tuple[resources.Resources, ...]:
         """What every rank has. FLOP/s are measured only where core counts cannot be compared (the papers' rule)."""
@@ -160,14 +166,15 @@ class _Exchange:
 
     def __init__(self, world: World, row: Floats, thinker: int) -> None:
         self._world, self._thinker = world, thinker
+        rows, self._tag = world.tags
         if world.rank == thinker:
             self._others = [rank for rank in range(world.size) if rank != thinker]
             self._rows = torch.from_numpy(np.tile(row, (world.size, 1)))
-            self._coming = [self._receive(self._rows[rank], rank, ROWS) for rank in self._others]
+            self._coming = [self._receive(self._rows[rank], rank, rows) for rank in self._others]
         else:
-            self._send(torch.from_numpy(row), thinker, ROWS)
+            self._send(torch.from_numpy(row), thinker, rows)
             self._length = torch.zeros(1, dtype=torch.int64)  # of the answer, which comes after it
-            self._coming = [self._receive(self._length, thinker, ANSWER)]
+            self._coming = [self._receive(self._length, thinker, self._tag)]
 
     def rows(self) -> Floats:
         self._wait()
@@ -176,15 +183,15 @@ class _Exchange:
     def answer(self, data: bytes) -> None:
         with self._world.naming_the_culprit("exchanging timings"):
             for rank in self._others:
-                self._send(torch.tensor([len(data)]), rank, ANSWER)
+                self._send(torch.tensor([len(data)]), rank, self._tag)
                 if data:
-                    self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, ANSWER)
+                    self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, self._tag)
 
     def heard(self) -> bytes:
         self._wait()
         data = torch.empty(int(self._length), dtype=torch.uint8)
         if len(data):
-            self._coming = [self._receive(data, self._thinker, ANSWER)]
+            self._coming = [self._receive(data, self._thinker, self._tag)]
             self._wait()
         return data.numpy().tobytes()
 
