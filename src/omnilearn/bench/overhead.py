@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_size(parser)
     add_cluster(parser, "what the workers get instead of an equal part of the cores")
-    parser.add_argument("--nproc", type=positive, default=2, help="equal workers (default: 2)")
+    parser.add_argument("--nproc", type=positive, help="equal workers (default: 2, or as many as are emulated)")
     parser.add_argument("--blocks", type=positive, help="blocks of each contestant (default: 40, quick: 6)")
     parser.add_argument("--steps", type=positive, help="steps per block (default: 20, quick: 10)")
     add_device(parser)
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> Record:
         args.model = ("even",) if args.quick else (*large, "digits") if find_spec("sklearn") else large
     check_workloads(args)
     goal = GOALS[args.framework]
-    emulation = parse(args.emulate, None, cores()) if args.emulate else None
+    emulation = parse(args.emulate, args.nproc, cores()) if args.emulate else None
     device = "cuda" if emulation and emulation.uses("mps") else args.device
     rows: dict[str, list[Row]] = {}
     models: dict[str, Any] = {}
     with (
         Progress("overhead", len(args.model) * (blocks + 1)) as progress,
-        Gang(args.nproc, limited=False, device=args.device, emulation=emulation, framework=args.framework) as gang,
+        Gang(args.nproc or 2, limited=False, device=args.device, emulation=emulation, framework=args.framework) as gang,
     ):
         gang.threads([max(1, int(cores()) // gang.size)] * gang.size)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from omnilearn.bench.record import Record, Row, cell
+from omnilearn.bench.record import Record, Row, cell, cores_in_words
 from omnilearn.observe.report.chart import Chart
 from omnilearn.observe.report.page import NARROW, WIDE, both, document, table
 
@@ -21,7 +21,7 @@ def page(record: Record) -> str:
     """The whole page."""
     data = record.as_dict()
     here = data["machine"]
-    where = [here["cpu"], f"{here['cores']} cores", *here["gpu"], f"Python {here['python']}"]
+    where = [here["cpu"], cores_in_words(here), *here["gpu"], f"Python {here['python']}"]
     where += [f"torch {here['torch']}"] if here["torch"] else []
     about = f"{record.date[:10]}: {', '.join(where)}, OmniLearn {record.version}"
     parts = [

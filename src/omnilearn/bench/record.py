@@ -40,6 +40,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "all_cores": os.cpu_count(),
         "memory_gib": _memory(),
         "gpu": gpus,
         "python": platform.python_version(),
@@ -47,6 +48,15 @@ def machine() -> dict[str, Any]:
         "torch": _version("torch"),
         "tensorflow": _version("tensorflow") or _version("tensorflow-cpu"),
     }
+
+
+def cores_in_words(here: Mapping[str, Any]) -> str:
+    """
+    >>> cores_in_words({"cores": 2, "all_cores": 16}), cores_in_words({"cores": 2})
+    ('2 of 16 cores', '2 cores')
+    """
+    some, everything = here["cores"], here.get("all_cores")
+    return f"{some} cores" if everything in (None, some) else f"{some} of {everything} cores"
 
 
 def _cpu() -> str:

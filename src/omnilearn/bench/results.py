@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omnilearn.bench.record import SCHEMA, cell
+from omnilearn.bench.record import SCHEMA, cell, cores_in_words
 from omnilearn.errors import OmniLearnError, UsageError
 
 Data = Mapping[str, Any]
@@ -74,7 +74,7 @@ def _origin(name: str, record: Data) -> str:
     torch = f", torch {here['torch']}" if here["torch"] else ""
     cut = " **Unfinished**: what there was when it was interrupted." if record["summary"].get("unfinished") else ""
     return (
-        f"`{record['command']}` on {record['date'][:10]}: {here['cpu']}, {here['cores']} cores{gpu}, "
+        f"`{record['command']}` on {record['date'][:10]}: {here['cpu']}, {cores_in_words(here)}{gpu}, "
         f"Python {here['python']}{torch}, OmniLearn {record['version']} ([{name}](results/{name})).{cut}\n"
     )
 
