@@ -6,12 +6,12 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests import gang
+from tests.waiting import gone
 
 
 class StuckOnce(Dataset[torch.Tensor]):
@@ -44,14 +44,6 @@ class Impatient(gang.Gang):
         return super()._where(pids)
 
 
-def runs(pid: int) -> bool:
-    """Whether the process is at anything: one that has ended stays in the list until its parent, or init, asks."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_data_worker_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     own = Impatient()
@@ -61,9 +53,6 @@ def test_a_data_worker_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr(gang, "LIMIT", 3.0)
         with pytest.warns(UserWarning, match=r"(?s)did not finish total.*test_gang.py.*in __getitem__.*_try_get_data"):
             assert own.run(1, total, str(flag)) == [6]
-        stuck, until = int(flag.read_text()), time.monotonic() + 10
-        while runs(stuck) and time.monotonic() < until:  # killed, but the kernel may take its time
-            time.sleep(0.05)
-        assert not runs(stuck), "the stuck one outlived its rank"
+        gone([int(flag.read_text())])  # the stuck one does not outlive its rank
     finally:
         own.close()

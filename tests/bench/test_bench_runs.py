@@ -294,7 +294,7 @@ def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture
     ("words", "message"),
     [
         (["overhead", "--steps", "2"], "--steps 2 leaves nothing to measure"),
-        (["overhead", "--nproc", "3", "--emulate", "1,1"], "3"),
+        (["overhead", "--nproc", "3", "--emulate", "1,1"], "a cluster of 2 workers, but --nproc is 3"),
         (["network", "--rates", "fast"], "--rates 'fast' is not understood"),
         (["ablation", "--accuracy", "97"], "--accuracy must lie between 0 and 1"),
         (["memory", "--room", "2"], "--room must lie between 0 and 1"),

@@ -1,4 +1,4 @@
-"""What the cluster tests share: waiting with a reason, looking for leftovers, starting the launcher."""
+"""What the cluster tests share: looking for leftovers, starting the launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,6 @@ needs_groups = pytest.mark.skipif(
 needs_network = pytest.mark.skipif(bool(netns.unavailable()), reason=netns.unavailable() or "-")
 
 SPIN = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
-
-
-def wait_for(what: str, condition: Callable[[], object], timeout: float = 30.0) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout:g} s in vain for {what}"
-        time.sleep(0.01)
 
 
 def leftovers() -> list[str]:

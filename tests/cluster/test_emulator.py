@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster_helpers import SPIN, leftovers, needs_groups, needs_network, usage, wait_for
+from cluster_helpers import SPIN, leftovers, needs_groups, needs_network, usage
+from tests.waiting import wait_for
 
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.emulation import Change, Emulation, Worker

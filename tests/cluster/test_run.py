@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from cluster_helpers import leftovers, needs_groups, needs_network, run, start, wait_for
+from cluster_helpers import leftovers, needs_groups, needs_network, run, start
+from tests.waiting import gone, wait_for
 
 SCRIPT = """
 import os, sys, time
@@ -39,17 +39,6 @@ def pids(folder: Path, count: int) -> list[int]:
     files = [folder / f"pid.{k}" for k in range(count)]
     wait_for(f"{count} workers to start", lambda: all(f.exists() and f.read_text() for f in files))
     return [int(file.read_text()) for file in files]
-
-
-def gone(numbers: list[int]) -> None:
-    wait_for(f"processes {numbers} to end", lambda: not any(map(alive, numbers)), 10)
-
-
-def alive(pid: int) -> bool:
-    try:  # where process 1 does not reap, a dead orphan stays a zombie
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_three_ranks_with_prefixes_and_arguments(folder: Path) -> None:

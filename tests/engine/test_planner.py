@@ -13,7 +13,8 @@ from omnilearn.cluster.resources import Resources
 from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Peers
-from omnilearn.engine.planner import Planner, Sizes, Timing, _Pulse
+from omnilearn.engine.planner import Planner, Sizes, Timing
+from omnilearn.engine.pulse import Pulse
 from omnilearn.errors import UsageError
 from omnilearn.observe import EventLog
 
@@ -145,8 +146,8 @@ class Changing(Twin):
 
 def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done together with the others in between is no reason to forget how fast it was."""
-    monkeypatch.setattr("omnilearn.engine.planner.PULSE_EVERY", 0.0)
-    monkeypatch.setattr("omnilearn.engine.planner.PULSE_AGAIN", 0.0)
+    monkeypatch.setattr("omnilearn.engine.pulse.EVERY", 0.0)
+    monkeypatch.setattr("omnilearn.engine.pulse.AGAIN", 0.0)
     wire = Wire()
     worlds, policy, problem = (Twin(0, wire), Changing(1, wire)), Listening(), Problem.of(16, workers=2)
     planners = [Planner(world, Times(), policy, problem, lambda plan, step: None) for world in worlds]
@@ -191,7 +192,7 @@ def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pyt
     ],
 )
 def test_a_pulse_is_what_two_looks_agree_on(speeds: list[float], ratio: float) -> None:
-    pulse = _Pulse(lambda: 1.0)
+    pulse = Pulse(lambda: 1.0)
     for speed in speeds:
         pulse._compare(speed)
     assert pulse.ratio == pytest.approx(ratio, rel=0.03)
@@ -199,8 +200,8 @@ def test_a_pulse_is_what_two_looks_agree_on(speeds: list[float], ratio: float) -
 
 def test_a_suspicious_look_is_soon_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now, looks, speed = [0.0], [], [1.0]
-    monkeypatch.setattr("omnilearn.engine.planner.time.monotonic", lambda: now[0])
-    pulse = _Pulse(lambda: looks.append(now[0]) or speed[0])
+    monkeypatch.setattr("omnilearn.engine.pulse.time.monotonic", lambda: now[0])
+    pulse = Pulse(lambda: looks.append(now[0]) or speed[0])
     for tenth in range(100):
         now[0] = tenth / 10
         speed[0] = 1.0 if now[0] < 5 else 2.0
@@ -213,8 +214,8 @@ def test_a_suspicious_look_is_soon_followed_by_another(monkeypatch: pytest.Monke
 
 def test_time_between_two_loops_brings_no_look_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     now, looks = [0.0], []
-    monkeypatch.setattr("omnilearn.engine.planner.time.monotonic", lambda: now[0])
-    pulse = _Pulse(lambda: looks.append(now[0]) or 1.0)
+    monkeypatch.setattr("omnilearn.engine.pulse.time.monotonic", lambda: now[0])
+    pulse = Pulse(lambda: looks.append(now[0]) or 1.0)
     for _ in range(10):  # loops of half a second, and ten seconds between them
         pulse.resume()
         for _ in range(5):

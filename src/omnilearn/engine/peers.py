@@ -23,7 +23,7 @@ class Exchange(Protocol):
         """On the thinker: wait for them, one per rank."""
 
     def answer(self, data: bytes) -> None:
-        """On the thinker: give the answer, without waiting for anybody. An empty one takes no time."""
+        """On the thinker: give the answer, without waiting for anybody. Empty ones are cheap."""
 
     def heard(self) -> bytes:
         """On the others: wait for the answer."""

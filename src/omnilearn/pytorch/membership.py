@@ -44,7 +44,7 @@ class Membership:
         self._world, self._module, self._compress = world, module, compress
         self._pack, self._unpack = pack, unpack
         self.guard = world.naming_the_culprit
-        self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk: the same where both is gloo's
+        self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk: the same where gloo does both
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
         self.group: Any = None

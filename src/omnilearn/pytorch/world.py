@@ -31,6 +31,8 @@ log = logging.getLogger("omnilearn")
 
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
+PATIENCE = timedelta(seconds=5)
+"""How much longer than the thinker the others wait in an exchange: it knows who is late, and should be heard first."""
 
 
 class World(Peers):
@@ -154,6 +156,7 @@ class World(Peers):
     def close(self) -> None:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
+        self._sent.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
             self._owned = False
@@ -170,11 +173,11 @@ class _Exchange:
         if world.rank == thinker:
             self._others = [rank for rank in range(world.size) if rank != thinker]
             self._rows = torch.from_numpy(np.tile(row, (world.size, 1)))
-            self._coming = [self._receive(self._rows[rank], rank, rows) for rank in self._others]
+            self._coming = [(rank, self._receive(self._rows[rank], rank, rows)) for rank in self._others]
         else:
             self._send(torch.from_numpy(row), thinker, rows)
             self._length = torch.zeros(1, dtype=torch.int64)  # of the answer, which comes after it
-            self._coming = [self._receive(self._length, thinker, self._tag)]
+            self._coming = [(thinker, self._receive(self._length, thinker, self._tag))]
 
     def rows(self) -> Floats:
         self._wait()
@@ -191,7 +194,7 @@ class _Exchange:
         self._wait()
         data = torch.empty(int(self._length), dtype=torch.uint8)
         if len(data):
-            self._coming = [self._receive(data, self._thinker, self._tag)]
+            self._coming = [(self._thinker, self._receive(data, self._thinker, self._tag))]
             self._wait()
         return data.numpy().tobytes()
 
@@ -202,9 +205,10 @@ class _Exchange:
         return dist.irecv(tensor, rank, group=self._world.control, tag=tag)
 
     def _wait(self) -> None:
-        with self._world.naming_the_culprit("exchanging timings"):
-            for work in self._coming:
-                work.wait(self._world.timeout)
+        timeout = self._world.timeout + (timedelta() if self._world.rank == self._thinker else PATIENCE)
+        for rank, work in self._coming:
+            with self._world.naming_the_culprit(f"exchanging timings with rank {rank}"):
+                work.wait(timeout)
         self._coming.clear()
 
 

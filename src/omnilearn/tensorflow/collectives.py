@@ -73,11 +73,9 @@ class Group:
         source, mine = data is not None, data or b""
         first = self.broadcast(len(mine).to_bytes(8, "little") + mine[: SMALL - 8], SMALL, source)
         length = int.from_bytes(first[:8], "little")
-        if length <= SMALL - 8:
-            return first[8 : 8 + length]
-        return (
-            first[8:] + self.broadcast(mine[SMALL - 8 :], _room(length - (SMALL - 8)), source)[: length - (SMALL - 8)]
-        )
+        more = length - (SMALL - 8)
+        rest = self.broadcast(mine[SMALL - 8 :], _room(more), source) if more > 0 else b""
+        return (first[8:] + rest)[:length]
 
     def broadcast(self, data: bytes | None, size: int, source: bool) -> bytes:
         """``size`` bytes from the one member that is the source."""

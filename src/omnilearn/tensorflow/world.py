@@ -81,7 +81,7 @@ class World(Peers):
             self._wanted = queue.SimpleQueue()
             # One for all of them: TensorFlow takes long to get to know a thread. A daemon: a process that ends does not
             # wait for what never comes.
-            threading.Thread(target=_do, args=(self._wanted,), name="omnilearn-exchange", daemon=True).start()
+            threading.Thread(target=_work_off, args=(self._wanted,), name="omnilearn-exchange", daemon=True).start()
         return _Exchange(self, row, self.rank == thinker)
 
     def beside(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -152,6 +152,8 @@ class World(Peers):
 
 
 class _Exchange:
+    """TensorFlow has no messages from rank to rank: all hear everybody's rows, and then the thinker."""
+
     def __init__(self, world: World, row: Floats, thinks: bool) -> None:
         self._world = world
         self._rows = world.beside(lambda: world.timings.rows(row))
@@ -169,7 +171,7 @@ class _Exchange:
         return bytes(self._heard())
 
 
-def _do(wanted: queue.SimpleQueue[Any]) -> None:
+def _work_off(wanted: queue.SimpleQueue[Any]) -> None:
     while (asked := wanted.get()) is not None:
         call, result = asked
         try:
