@@ -23,13 +23,15 @@ class Clock:
     def __init__(self, device: torch.device, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._meanwhile = meanwhile
         self._cuda = device.type == "cuda"
-        self._last: Any = None  # the end of the reduction before, None: not known
+        self._last: Any = None  # the end of the reduction before
+        self._untimed = 1  # so many steps from now on say nothing
         self._ready: Any = None
         self._steps: deque[tuple[Any, Any, Any]] = deque()
 
-    def restart(self) -> None:
-        """What came before (an evaluation, a parking) does not count as this worker's busy time."""
-        self._last = None
+    def restart(self, untimed: int = 1) -> None:
+        """What came before (an evaluation, a parking) does not count as this worker's busy time: the next step, or the
+        next ``untimed`` ones, say nothing."""
+        self._untimed = max(self._untimed, untimed)
 
     def watch(self, loss: torch.Tensor) -> None:
         """Note the moment when the backward pass of ``loss`` has computed every local gradient.
@@ -50,8 +52,8 @@ class Clock:
 
     def reduced(self) -> None:
         end = self._now()
-        self._steps.append((self._last, self._ready or end, end))
-        self._last = end
+        self._steps.append((None if self._untimed else self._last, self._ready or end, end))
+        self._last, self._untimed = end, max(self._untimed - 1, 0)
 
     def clear(self) -> None:
         self._steps.clear()

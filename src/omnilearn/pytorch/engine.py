@@ -36,6 +36,9 @@ from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
 
+REBUILT = 2
+"""Steps of a new group that say little: in the second one, DistributedDataParallel orders its buckets anew."""
+
 
 class NonFiniteError(OmniLearnError, ArithmeticError):
     """The gradient of a step is not finite. Raised on all ranks alike."""
@@ -102,6 +105,8 @@ class SyncEngine(SyncLoop):
 
     def form(self, workers: Workers) -> None:
         self.membership.enter(workers)
+        if self.membership.wrapped is not None:
+            self.clock.restart(untimed=REBUILT)
 
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
         self.membership.hand_over(source, targets)
