@@ -39,7 +39,7 @@ class WorkerError(AssertionError):
 
 
 class StuckFork(AssertionError):
-    """A rank waited for a data worker that it had forked."""
+    """A rank waited for a data worker that it had forked: to begin, to answer or to end."""
 
 
 def _shortened(stacks: str, frames: int = 7) -> str:
@@ -116,7 +116,7 @@ class Gang:
                 stacks = self._where([members[rank][0].pid for rank in late])
                 self.close(kill=True)
                 said = {rank: value for rank, (how, value) in outcomes.items() if how == "failed"}
-                kind = StuckFork if "in _try_get_data" in stacks else AssertionError
+                kind = StuckFork if "data/dataloader.py" in stacks else AssertionError
                 raise kind(
                     f"ranks {late} did not finish {function.__qualname__} within {LIMIT} s; others: "
                     f"{WorkerError(said)}\n{stacks}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from omnilearn.bench.oracle import SPLITS, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.bench.sync import steps_to
+from omnilearn.bench.turns import order
 from omnilearn.bench.workloads import workload
 from omnilearn.cluster.emulation import LEVELS, level, parse
 from omnilearn.cluster.resources import cores
@@ -224,12 +224,12 @@ def _journey(
             gang.all("open_plain", contestant, {})
         else:
             gang.all("open_omni", contestant, way.each, contestant, {}, doing=f"setting up {contestant}")
-    order = (SPLITS, *contestants)
-    made = {who: Journey(np.empty((len(way.climb), way.turns, way.each)), [()] * len(way.climb)) for who in order}
+    everybody = (SPLITS, *contestants)
+    made = {who: Journey(np.empty((len(way.climb), way.turns, way.each)), [()] * len(way.climb)) for who in everybody}
     for stage, word in enumerate(way.climb):
         way.change(word)
         for turn in range(way.turns):
-            for who in random.sample(order, len(order)):  # nobody is always far from the oracle, in time
+            for who in order(everybody, stage * way.turns + turn):
                 fixed = {SPLITS: splits[word], "ddp": (batch // gang.size,) * gang.size}.get(who)
                 trace = gang.block(who, *([] if fixed is None else [way.each, fixed]))
                 made[who].seconds[stage, turn] = trace.seconds

@@ -31,6 +31,7 @@ from omnilearn.bench.gang import Gang, Trace
 from omnilearn.bench.names import NAMES, Size
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.turns import order
 from omnilearn.cluster.emulation import parse
 from omnilearn.cluster.resources import cores
 from omnilearn.control import apportion
@@ -121,8 +122,7 @@ def compare(
         progress.done(f"{name}: warm-up")
         traces: dict[str, list[Trace]] = {contestant: [] for contestant in CONTESTANTS}
         for turn in range(blocks):
-            # Back and forth: nobody always comes after the same neighbour.
-            for contestant in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
+            for contestant in order(CONTESTANTS, turn):
                 traces[contestant].append(block(contestant))
             progress.done(f"{name}: block {turn + 1} of {blocks}")
             yield judge(name, traces, device)

@@ -31,6 +31,7 @@ from omnilearn.bench.names import Size
 from omnilearn.bench.oracle import SPLITS, Search, show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
+from omnilearn.bench.turns import order
 from omnilearn.cluster.emulation import parse
 from omnilearn.cluster.resources import cores
 
@@ -192,9 +193,7 @@ class Contest:
             self._choose(batch, ended)
             turn, begin = 0, time.monotonic()
             while self._another(turn, time.monotonic() - begin):
-                # In any order: going back and forth, the first and the last would follow themselves.
-                contestants = [*self.splits, *how.policies, AGAIN]
-                for contestant in np.random.default_rng(turn).permutation(contestants).tolist():
+                for contestant in order([*self.splits, *how.policies, AGAIN], turn):
                     self.rounds.setdefault(contestant, []).append(self._block(contestant))
                 turn += 1
                 self.progress.total += turn > how.rounds
