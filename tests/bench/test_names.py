@@ -23,10 +23,22 @@ def test_data_are_the_same_everywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("bench", ["sync", "dynamic", "network", "async", "memory", "overhead"])
+@pytest.mark.parametrize(
+    ("model", "side", "message"),
+    [
+        ("gpt2", "64", "gpt2 has no image size to choose"),
+        ("alexnet", "16", "alexnet needs larger images than --image 16"),
+    ],
+)
 def test_a_size_that_a_workload_cannot_have_is_refused_before_anything_starts(
-    bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: str,
+    model: str,
+    side: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr("omnilearn.bench.gang.Gang.__enter__", lambda self: pytest.fail("workers were started"))
-    assert cli.main(["bench", bench, "--model", "resnet18,alexnet", "--image", "64"]) == 2
-    assert "alexnet has no image size to choose" in capsys.readouterr().err
+    assert cli.main(["bench", bench, "--model", f"resnet18,{model}", "--image", side]) == 2
+    assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ from omnilearn.errors import UsageError
 
 NAMES = ("heavy", "even", "chatty", "digits", "resnet18", "resnet50", "vgg11", "alexnet", "gpt2", "trees")
 TF_NAMES = ("heavy", "even", "chatty", "digits")
-ANY_IMAGE = ("heavy", "even", "resnet18", "resnet50")
+ANY_IMAGE = ("heavy", "even", "resnet18", "resnet50", "vgg11", "alexnet")
 
 
 @dataclass(frozen=True)

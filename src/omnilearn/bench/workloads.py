@@ -73,6 +73,7 @@ def _changed(what: Workload, size: Size) -> Workload:
         assert isinstance(what.dataset, partial)
         channels = what.dataset.keywords["shape"][0]
         shape = (channels, size.image, size.image)
+        _check_image(what, shape)
         what = replace(what, dataset=partial(images, **{**what.dataset.keywords, "shape": shape}))
         said = re.sub(r"\d+×\d+×\d+", "×".join(map(str, shape)), said)
     if size.length is not None:
@@ -87,6 +88,16 @@ def _changed(what: Workload, size: Size) -> Workload:
     if size.bf16:
         what, said = replace(what, loss=partial(_in_bf16, what.loss)), f"{said}, bfloat16"
     return replace(what, describe=said)
+
+
+def _check_image(what: Workload, shape: tuple[int, ...]) -> None:
+    """Refuse images of which nothing is left on the way through the model; computes shapes only."""
+    with torch.device("meta"):
+        model, image = what.model(), torch.empty(2, *shape)
+    try:
+        model(image)
+    except RuntimeError as error:
+        raise InfeasibleError(f"{what.name} needs larger images than --image {shape[-1]}") from error
 
 
 # --- data ---------------------------------------------------------------------------------------------------
