@@ -87,15 +87,28 @@ def test_refused_sizes_come_down_to_the_minimum(gauge: Simulated, minimum: int) 
     assert learned.tight
 
 
-@pytest.mark.parametrize("limit", [500, 10_000])
-def test_looking_costs_nothing_once_a_size_is_known(limit: int) -> None:
+def test_looking_costs_nothing_once_a_size_is_known() -> None:
     """Nor does it on a card that is nearly full."""
-    gauge = Simulated(limit, 100, 0, 10, False)
+    gauge = Simulated(500, 100, 0, 10, False)
     learned = memory(gauge)
     for _ in range(50):
         assert run(learned, gauge, 32)
         assert run(learned, gauge, 16)
     assert gauge.looks == gauge.asked == LOOKS
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_where_memory_is_plenty_it_is_looked_at_once(kills: bool) -> None:
+    """A look on a CPU slows its step down: growing batches must not be slow for that alone."""
+    gauge = Simulated(100_000, 100, 0, 10, kills)
+    learned = memory(gauge)
+    for samples in range(16, 2000):
+        assert not learned.is_new(samples) or samples == 16
+        assert run(learned, gauge, samples)
+    assert gauge.looks == 1
+    assert learned.proven == 1999
+    assert run(learned, gauge, 4000), "it comes nearer to the limit"
+    assert gauge.looks == 2
 
 
 def test_what_ran_once_runs_again_where_nothing_kills() -> None:

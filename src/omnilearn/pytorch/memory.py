@@ -1,8 +1,9 @@
 """How many samples fit at once? Learned from what passes really took, before memory runs out.
 
-A pass over b samples needs a fixed part and a part per sample. Both are read in the first passes of a size that never
-ran before: the allocator's peak on CUDA, the peak resident set on a CPU; all other passes cost nothing. Assumes that
-memory grows with the number of samples. Catching the error where it comes all the same is left to ``attempt``.
+A pass over b samples needs a fixed part and a part per sample. Both are read in the first passes, and in the first of a
+size that comes near the limit: the allocator's peak on CUDA, the peak resident set on a CPU. There a look costs up to
+half a step, because what malloc keeps in store is given back before; all other passes cost nothing. Assumes that memory
+grows with the number of samples. Catching the error where it comes all the same is left to ``attempt``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ HEADROOM = 0.15
 NEAR = 0.4
 """A pass that takes more than this part of what is free is near the limit."""
 LOOKS = 3
-"""So many passes of the largest size are looked at: in the first step, gradients and optimizer state are still new."""
+"""So many passes are looked at, at least: in the first step, gradients and optimizer state are still new…"""
+PLENTY = 4
+"""… unless so many times as much fits: nobody looks then, nor at sizes of which that is still true."""
 
 
 class OutOfMemoryError(OmniLearnError, MemoryError):
@@ -73,7 +76,11 @@ class Memory:
         return micro.sizes(samples, self.micro_batch or samples, self.minimum)
 
     def is_new(self, samples: int) -> bool:
-        return samples > self.proven and not self.fixed
+        return samples > self.proven and not self.fixed and not self._plenty(samples)
+
+    def _plenty(self, samples: int) -> bool:
+        """Several times as many would fit."""
+        return self._estimate is not None and not self._near and PLENTY * samples <= self._estimate
 
     @property
     def tight(self) -> bool:
@@ -86,6 +93,9 @@ class Memory:
         """A pass over so many samples comes. Where it is a new size, a CPU's allocator is told the room there is."""
         if self._watched:
             self.abandon()
+        if self._plenty(samples):
+            self.proven = max(self.proven, samples)
+            return
         if samples < self.proven or (samples == self.proven and self._looks >= LOOKS):
             if self._near and self._gauge.kills:
                 self._gauge.fence(self._gauge.free() // self.sharers)
@@ -103,7 +113,7 @@ class Memory:
         self._gauge.lift()
         if not samples:
             return
-        self._looks = 1 if samples > self.proven else self._looks + 1
+        self._looks += 1
         self.proven = max(self.proven, samples)
         taken = self._gauge.peak() - self._start
         if taken > 0 and self._limit:
