@@ -111,6 +111,18 @@ def test_where_memory_is_plenty_it_is_looked_at_once(kills: bool) -> None:
     assert gauge.looks == 2
 
 
+def test_memory_that_shrinks_is_no_longer_plenty() -> None:
+    """Others may have taken it since: what is free is asked before each new size, not only at the first look."""
+    gauge = Simulated(100_000, 100, 0, 10, True)
+    learned = memory(gauge)
+    assert run(learned, gauge, 16)
+    assert not learned.is_new(100)
+    gauge.limit = 2000
+    assert learned.is_new(100)
+    assert run(learned, gauge, 100)
+    assert gauge.looks == 2
+
+
 def test_what_ran_once_runs_again_where_nothing_kills() -> None:
     """Nine tenths of a card are in use, by the user's choice: that is no reason to cut."""
     card, group = Simulated(10_000, 0, 0, 95, False), Simulated(10_000, 0, 0, 95, True)

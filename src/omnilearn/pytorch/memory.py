@@ -24,7 +24,7 @@ NEAR = 0.4
 LOOKS = 3
 """So many passes are looked at, at least: in the first step, gradients and optimizer state are still new…"""
 PLENTY = 4
-"""… unless so many times as much fits: nobody looks then, nor at sizes of which that is still true."""
+"""… unless so many times as much as they need is free: then nobody looks, nor at larger sizes while that is so."""
 
 
 class OutOfMemoryError(OmniLearnError, MemoryError):
@@ -79,8 +79,10 @@ class Memory:
         return samples > self.proven and not self.fixed and not self._plenty(samples)
 
     def _plenty(self, samples: int) -> bool:
-        """Several times as many would fit."""
-        return self._estimate is not None and not self._near and PLENTY * samples <= self._estimate
+        """Several times what these should need is free now."""
+        if self._near or not self._last:
+            return False
+        return PLENTY * samples * self._taken[self._last] <= self._last * (self._gauge.free() // self.sharers)
 
     @property
     def tight(self) -> bool:
@@ -93,10 +95,10 @@ class Memory:
         """A pass over so many samples comes. Where it is a new size, a CPU's allocator is told the room there is."""
         if self._watched:
             self.abandon()
-        if self._plenty(samples):
-            self.proven = max(self.proven, samples)
-            return
-        if samples < self.proven or (samples == self.proven and self._looks >= LOOKS):
+        known = samples < self.proven or (samples == self.proven and self._looks >= LOOKS)
+        if not known and self._plenty(samples):
+            self.proven, self._looks, known = samples, LOOKS, True
+        if known:
             if self._near and self._gauge.kills:
                 self._gauge.fence(self._gauge.free() // self.sharers)
             return
