@@ -30,4 +30,5 @@ for epoch in range(5):
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: accuracy {(model(x_all).argmax(dim=1) == y_all).float().mean():.3f}")
 
+del model  # gloo's threads, which it would keep, must end before Python does
 dist.destroy_process_group()
