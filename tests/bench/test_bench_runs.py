@@ -239,7 +239,7 @@ def test_a_failing_worker_is_named_and_nothing_is_left() -> None:
         gang.all("block", "nobody", doing="set-up")
     with Gang(2, limited=False) as gang:
         os.kill(gang._processes[1].pid, signal.SIGKILL)
-        with pytest.raises(GangError, match=r"rank 1 ended .* at a nap"):
+        with pytest.raises(GangError, match=r"rank 1 was killed, .* memory .* at a nap"):
             gang.all("forget", doing="a nap")
 
 
@@ -318,3 +318,14 @@ def test_bad_values_are_told_before_anything_starts(
 ) -> None:
     assert cli.main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["sync", "--quick"], ["dynamic"], ["network", "--quick"]])
+def test_models_that_memory_does_not_hold_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("omnilearn.bench.arguments.ram", lambda: 24 * 10**9)
+    monkeypatch.setattr("omnilearn.bench.arguments.has_card", lambda: False)
+    assert cli.main(["bench", *words, "--model", "gpt2", "--size", "full"]) == 2
+    assert "gpt2 needs at least" in (said := capsys.readouterr().err)
+    assert "there are 24 GB here" in said

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from omnilearn.bench.names import ANY_IMAGE, NAMES, TF_NAMES, Size, workload
 from omnilearn.cluster.emulation import FORMS, LEVELS
-from omnilearn.cluster.resources import has_card
+from omnilearn.cluster.resources import has_card, ram
 from omnilearn.errors import InfeasibleError, UsageError
 
 
@@ -70,10 +70,11 @@ def add_framework(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_workloads(args: argparse.Namespace, workers: int | None = None) -> None:
+def check_workloads(args: argparse.Namespace, workers: int | None = None, contestants: int = 1) -> None:
     """Refuse what was asked for and is not there, before anything starts.
 
-    ``workers``: uniform DDP takes part, so the global batch must be so many times the same.
+    ``workers``: uniform DDP takes part, so the global batch must be so many times the same; and so many ``contestants``
+    take turns in each of them, with a model of their own.
     """
     framework = getattr(args, "framework", "pytorch")
     missing = [name for name in args.model if framework == "tensorflow" and name not in TF_NAMES]
@@ -95,6 +96,13 @@ def check_workloads(args: argparse.Namespace, workers: int | None = None) -> Non
                 f"{name} has a global batch of {what.global_batch}, which {workers} workers cannot share equally as "
                 f"uniform DDP does: give --batch {near} or --batch {near + workers}"
             )
+        if workers and framework == "pytorch" and not has_card():
+            need, there = workers * what.memory(contestants), ram()
+            if need > there:
+                raise InfeasibleError(
+                    f"{name} needs at least {need / 1e9:.0f} GB of memory for {workers} workers with {contestants} "
+                    f"models each, and there are {there / 1e9:.0f} GB here: choose another one, or --size small"
+                )
 
 
 def add_levels(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

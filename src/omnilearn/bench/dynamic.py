@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> Record:
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
     workers = 4 if emulation is None else emulation.nproc
     _check(args, workers)
-    check_workloads(args, workers)
     climb: tuple[str, ...] = args.levels or (("HL1", "HL8") if args.quick else CLIMB)
     if args.load is not None:
         climb = (FREE, LOADED, FREE)
@@ -77,6 +76,7 @@ def run(args: argparse.Namespace) -> Record:
     contestants: tuple[str, ...] = CONTESTANTS
     if args.quick:
         contestants = ("ddp", "optimal") if args.load is None else ("ddp", "static", "optimal")
+    check_workloads(args, workers, len((SPLITS, *contestants)))
     turns = max(round(steps / TURN), 1)
     each = math.ceil(steps / turns)
     rows: dict[str, list[Row]] = {}

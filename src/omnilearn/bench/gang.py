@@ -265,7 +265,12 @@ class Gang:
             self._processes[rank].wait(timeout=5)
         said = (self._logs / str(rank)).read_text(errors="replace").strip().splitlines()[-15:]
         status = self._processes[rank].returncode
-        return GangError("\n  ".join([f"rank {rank} ended (status {status}) at {doing}", *said]))
+        why = (
+            "was killed, as Linux does where memory runs out,"
+            if status == -signal.SIGKILL
+            else f"ended (status {status})"
+        )
+        return GangError("\n  ".join([f"rank {rank} {why} at {doing}", *said]))
 
     # The cluster
 

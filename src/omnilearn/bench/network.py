@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> Record:
     latency = units.duration("--latency", args.latency)
     if args.quick and args.model is MODELS:
         args.model = MODELS[:1]
-    check_workloads(args, workers=4)
     how = Effort(
         rounds=args.rounds or (2 if args.quick else 4),
         block=6 if args.quick else 10,
@@ -62,6 +61,7 @@ def run(args: argparse.Namespace) -> Record:
     )
     if args.compress:
         how = replace(how, policies=(*how.policies, BF16))
+    check_workloads(args, workers=4, contestants=how.contestants)
     rows: list[Row] = []
     summary: dict[str, Any] = {"goal": GOAL, "links": {}}
     links = [next(iter(rates.values()))] * 4

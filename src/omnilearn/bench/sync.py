@@ -77,6 +77,11 @@ class Effort:
     longest: float | None = None
     """Once there are ENOUGH rounds, none is begun after so many seconds."""
 
+    @property
+    def contestants(self) -> int:
+        """With a model of their own."""
+        return len((SPLITS, AGAIN, *self.policies))
+
 
 def effort(quick: bool) -> Effort:
     if quick:
@@ -110,10 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Record:
     emulation = parse(args.emulate, None, cores()) if args.emulate else None
-    check_workloads(args, workers=emulation.nproc if emulation else 4)
     how = effort(args.quick)
     if args.compress:
         how = replace(how, policies=(*how.policies, BF16))
+    check_workloads(args, workers=emulation.nproc if emulation else 4, contestants=how.contestants)
     if args.rounds:
         how = replace(how, rounds=args.rounds)
     rows: list[Row] = []

@@ -27,6 +27,8 @@ from omnilearn.errors import InfeasibleError, UsageError
 
 POOL_BYTES = 256 * 2**20
 """At most this much generated data is held per process; a longer data set goes round it."""
+PROCESS_BYTES = 400 * 2**20
+"""What a process takes before it has a model: PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Workload:
     describe: str
     test: Callable[[], Pool] | None = None
     """Samples that are not trained on, where there are any."""
+
+    def memory(self, models: int) -> int:
+        """Bytes that a process with so many of the model takes at least: parameters, DDP's buckets and what the
+        optimizer keeps of each, and the gradients of one. Activations come on top."""
+        with torch.device("meta"):
+            model = self.model()
+        kept = 2 if isinstance(self.optimizer(model.parameters()), torch.optim.Adam) else 1
+        return PROCESS_BYTES + ((2 + kept) * models + 1) * sum(p.nbytes for p in model.parameters())
 
 
 def workload(name: str, size: str | Size = "small") -> Workload:
