@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,25 @@ class Wire:
     def __init__(self) -> None:
         self.rows: tuple[list[np.ndarray], ...] = ([], [])
         self.answers: list[bytes] = []
+        self.read = [0, 0]
 
 
 class Talk:
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire, self._number = wire, number
 
-    def rows(self) -> np.ndarray:
-        return np.stack([rows[self._number] for rows in self._wire.rows])
+    def rows(self, awaited: Collection[int]) -> np.ndarray:
+        """As the real ones: of a rank that is late, an earlier row that came since, and nothing at its end."""
+        length = max(len(rows[self._number]) for rows in self._wire.rows if len(rows) > self._number)
+        table = np.full((2, length), np.nan)
+        for rank, rows in enumerate(self._wire.rows):
+            if rank in awaited or len(rows) > self._number:
+                table[rank] = rows[self._number]
+            elif len(rows) > self._wire.read[rank]:
+                table[rank, : len(rows[-1])] = rows[-1]
+                table[rank, -1] = np.nan
+            self._wire.read[rank] = len(rows)
+        return table
 
     def answer(self, data: bytes) -> None:
         self._wire.answers.append(data)
@@ -102,7 +115,7 @@ def pair(tmp_path: Path):
         sizes: tuple[int, int], seconds: tuple[float | None, float | None], thinking: tuple[int, ...] = ()
     ) -> None:
         for planner, sampler in zip(planners, samplers, strict=True):
-            planner.tick(sampler, 1, idle=False)
+            planner.tick(sampler, 1, parked=())
         for rank in thinking:
             planners[rank].think()
         for rank in (0, 1):
@@ -155,7 +168,7 @@ def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pyt
 
     def step() -> None:
         for rank, planner in enumerate(planners):
-            planner.tick(samplers[rank], 1, idle=rank == 1)
+            planner.tick(samplers[rank], 1, parked=(1,))
         for rank, planner in enumerate(planners):
             planner.record((16, 0), rank == 0)
             position = samplers[rank].state_dict()
@@ -171,14 +184,53 @@ def test_a_parked_worker_keeps_its_pulse_at_the_end_of_an_epoch(monkeypatch: pyt
     assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
     for rank, planner in enumerate(planners):  # both begin, then both finish: in one process one waits for the other
         if planner._exchange is None:
-            planner._begin(samplers[rank].step, idle=rank == 1, look=False)
+            planner._begin(samplers[rank].step, parked=(1,), look=False)
     for rank, planner in enumerate(planners):
-        planner.confirm(samplers[rank], 1, idle=rank == 1)
+        planner.confirm(samplers[rank], 1, parked=(1,))
     assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
     for _ in range(4):
         step()
     assert policy.reports[-1].pulse.tolist() == [1.0, 3.0]
     for planner in planners:
+        planner.drain()
+
+
+def test_nobody_waits_for_the_parked_and_they_follow() -> None:
+    wire, policy, problem = Wire(), Listening(), Problem.of(16, workers=2)
+    plans = [Plan((16, 0), reason=str(number)) for number in range(9)]
+    policy.update = lambda problem, state, report: (  # type: ignore[method-assign]
+        policy.reports.append(report) or State(plans[len(policy.reports)], interval=3)
+    )
+    planners = [Planner(Twin(rank, wire), Times(), policy, problem, lambda plan, step: None) for rank in (0, 1)]
+    samplers = [Sampler(1600, [16, 0]) for _ in planners]
+    heard: list[list[str]] = [[], []]
+
+    def steps(rank: int, count: int, sizes: tuple[int, int] = (16, 0)) -> None:
+        for _ in range(count):
+            planners[rank].tick(samplers[rank], 1, parked=(1,))
+            planners[rank].record(sizes, sizes[rank] > 0)
+            heard[rank].append(planners[rank].plan.reason)
+            position = samplers[rank].state_dict()
+            samplers[rank].load_state_dict(position | {"step": position["step"] + 1})
+
+    wire.rows[1].append(np.array([-1.0, -1.0, 1.5, 12.0, 5.0]))  # with the first exchange, in step 0
+    steps(0, 8)
+    wire.rows[1].append(np.array([-1.0, -1.0, 2.5, 10.0, 4.0]))  # with the second, but late
+    steps(0, 6)
+    wire.rows[1].clear()
+    assert len(policy.reports) == 4
+    assert [report.pulse.tolist() for report in policy.reports] == [[1.0, 1.5]] * 2 + [[1.0, 2.5]] * 2, "as last heard"
+    answers = [pickle.loads(told) for told in wire.answers if told]
+    assert [answer.failed for answer in answers] == [(0, 5), *[(0, 0)] * 4], "said only once"
+    assert [answer.micro for answer in answers] == [(0, 12)] * 3 + [(0, 10)] * 2
+    steps(1, 14)
+    assert heard[1] == heard[0]
+
+    planners[0].record((8, 8), True)  # it took part in one of the steps that the next exchange tells of
+    with pytest.raises(IndexError):
+        steps(0, 4)
+    for planner in planners:
+        planner._exchange = None
         planner.drain()
 
 
@@ -278,9 +330,12 @@ def test_an_answer_that_is_the_last_one_again_is_not_said_again(pair) -> None:
     assert [planner.plan.batches for planner in planners] == [(10, 6), (10, 6)]
 
 
-def test_the_fastest_thinks() -> None:
+def test_the_fastest_that_takes_part_thinks() -> None:
     problem = Problem.of(16, speeds=[1.0, 4.0, 4.0])
-    assert Planner(Twin(0, Wire()), Times(), Listening(), problem, lambda plan, step: None).thinker == 1
+    planner = Planner(Twin(0, Wire()), Times(), Listening(), problem, lambda plan, step: None)
+    assert planner.thinker(()) == 1
+    assert planner.thinker((1,)) == 2
+    assert planner.thinker((1, 2)) == 0, "who is parked may be late"
 
 
 class Local(Listening):

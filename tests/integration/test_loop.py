@@ -390,7 +390,7 @@ def test_compiled_models_are_not_compiled_for_every_batch_size(gang: Gang, order
 
 
 def thinking() -> Any:
-    with OmniLearn(8) as omni:
+    with OmniLearn(8, park=False) as omni:
         model, optimizer = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
         assert omni._engine is not None
         planner, read = omni._engine.planner, []
@@ -402,7 +402,7 @@ def thinking() -> Any:
                 read.append(before.answer is not None)
             optimizer.step()
             optimizer.zero_grad()
-        return planner.thinker, read, planner.state.state_dict()
+        return planner.thinker(()), read, planner.state.state_dict()
 
 
 def test_batches_are_decided_on_by_one_while_it_waits_for_gradients(gang: Gang) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from omnilearn import OmniLearn
 from tests.gang import Gang
 from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, run_epochs, snapshot
+from tests.waiting import wait_for
 
 # Rank 1 is out, then 0 and 1, then only 0; everybody is back at the end.
 PARKING = [[6, 5, 5], [8, 0, 8], [8, 0, 8], [0, 0, 16], [0, 8, 8], [0, 8, 8], [6, 4, 6]]
@@ -54,6 +56,22 @@ def test_everything_is_alike_after_every_epoch(gang: Gang, optimizer: str, worke
     assert {steps for *_, steps in results} == {12}, "the scheduler of a parked worker too"
 
 
+def without_threads() -> Any:
+    """As at the end of a script from Python 3.12 on: no thread can be started any more."""
+
+    def start(self: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("omnilearn.pytorch.membership._Delivery.start", start)
+        return epochs_with_parking("adam", 0)
+
+
+def test_the_parked_get_their_copy_without_threads_too(gang: Gang) -> None:
+    results = gang.run(3, without_threads)
+    assert all(equal(results[0][0][-1], states[-1]) for states, *_ in results)
+
+
 def idle() -> Any:
     with OmniLearn(8, policy=Script([[4, 4], [8, 0]])) as omni:
         model, opt = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
@@ -76,6 +94,49 @@ def test_a_parked_worker_uses_no_cpu_to_speak_of(gang: Gang) -> None:
     assert cpu < 0.25 * wall + 0.3, f"{cpu:.2f} s of CPU in {wall:.2f} s"
     assert parked == (1,)
     assert batch == 0
+
+
+def late(folder: str, brings_back: bool) -> Any:
+    """Ranks 0 and 1 are parked. After the first epoch one of them takes in the others' state only when those are well
+    into the next: would they wait for it, it would wait in vain."""
+    plans = [[0, 0, 16]] * 60 + ([[4, 4, 8]] if brings_back else [])
+    with OmniLearn(16, policy=Script(plans), seed=1) as omni:
+        model, opt = omni.prepare(model := norm_net(), torch.optim.Adam(model.parameters(), lr=0.01))
+        loader = omni.loader(blobs(480), shuffle=True)
+        steps, further, received = [0], Path(folder) / "further", [0]
+        membership = omni._engine.membership
+        unpack = membership._unpack
+
+        def unpack_late(state: Any) -> None:
+            received[0] += 1
+            if received[0] == 1 and omni.rank == 0:
+                wait_for("steps of the next epoch", further.exists)
+            unpack(state)
+
+        def after() -> None:
+            steps[0] += 1
+            if steps[0] == 50:  # of 30 in an epoch
+                further.touch()
+
+        membership._unpack = unpack_late
+        states = []
+        for _ in range(4):
+            run_epochs(omni, model, opt, loader, 1, after)
+            states.append(snapshot(model, opt))
+        return states, steps[0], received[0]
+
+
+@pytest.mark.parametrize("brings_back", [False, True])
+def test_nobody_waits_for_a_parked_worker(gang: Gang, tmp_path: Path, brings_back: bool) -> None:
+    results = gang.run(3, late, str(tmp_path), brings_back)
+    (_, first, received), (_, second, _), (_, third, nothing) = results
+    assert third == 120
+    assert nothing == 0
+    assert received > 0, "it was late"
+    assert (first, second) == ((0, 0), (first, first))[brings_back]
+    assert bool(first) == brings_back
+    for states, *_ in results[:2]:
+        assert all(map(equal, states, results[2][0])), "after every epoch, however late"
 
 
 def broken(plans: list[list[int]], at: int, interval: int, then: str) -> Any:

@@ -146,3 +146,8 @@ def test_events_are_those_of_pytorch(workers: Gang, tmp_path: Path) -> None:
     assert all(event["memory"] > 0 for event in steps)
     run = next(event for event in found if event["kind"] == "run")
     assert (run["backend"], run["workers"][2]["device"]) == ("tensorflow", "cpu")
+
+
+def test_anybody_may_be_the_source_however_often(workers: Gang) -> None:
+    for heard in workers.run("spread_in_turn"):
+        assert all(heard)

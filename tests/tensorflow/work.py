@@ -18,6 +18,7 @@ import tensorflow as tf
 from omnilearn.data import Sampler
 from omnilearn.tensorflow import OmniLearn
 from omnilearn.tensorflow.asynchronous.step import learning_rate_times
+from omnilearn.tensorflow.collectives import CYCLE, Group
 from tests.script import Script
 
 SIZE, FEATURES = 53, 6
@@ -503,3 +504,14 @@ def refused_cluster(kind: str) -> str:
     finally:
         os.environ["TF_CONFIG"] = before
     return "accepted"
+
+
+def spread_in_turn() -> Any:
+    """Everybody spreads something in turn, more often than there are instance keys."""
+    group = Group(range(3), 60)
+    heard = []
+    for turn in range(4 * CYCLE):
+        source, length = turn * turn % 3, 10 if turn % 4 else 2000
+        data = bytes([turn]) * length
+        heard.append(group.spread(data if os.environ["RANK"] == str(source) else None, source) == data)
+    return heard

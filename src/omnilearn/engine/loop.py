@@ -30,6 +30,7 @@ class SyncLoop(ABC):
         self.rank = world.rank
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
+        self.parked: Workers = ()  # those who wait until they are called back
         self.source: Source | None = None  # of the training loop under way
         self.share: Share | None = None  # in the user's hands
         self.done = False  # the step of that share is complete
@@ -67,16 +68,6 @@ class SyncLoop(ABC):
         return self.rank in self.active
 
     @property
-    def idle(self) -> bool:
-        """Whether this rank is parked."""
-        return bool(self.active) and not self.takes_part
-
-    @property
-    def parked(self) -> Workers:
-        """Those who wait until they are called back (nobody, before the first step)."""
-        return tuple(rank for rank in self.everybody if rank not in self.active) if self.active else ()
-
-    @property
     def participants(self) -> Workers:
         """Who runs the user's code now: those who take part in the step under way, outside of the loop everybody."""
         return self.active if self.source is not None else self.everybody
@@ -99,7 +90,7 @@ class SyncLoop(ABC):
 
     def begin_step(self, source: Source) -> bool:
         """False: the others have left the loop."""
-        goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, self.idle))
+        goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, self.parked))
         self._asked = time.perf_counter()
         return goes_on
 
@@ -112,6 +103,7 @@ class SyncLoop(ABC):
         if not self._all_here(source):
             return False
         before, self.active = self.active, active
+        self.parked = tuple(rank for rank in self.everybody if rank not in active)
         joining = [rank for rank in active if rank not in before] if before else []
         if joining:
             self.hand_over(before[0], joining)
@@ -161,7 +153,7 @@ class SyncLoop(ABC):
             return
         self.check_late()
         if self.parked:
-            self.planner.leave(source.sampler, source.horizon)
+            self.planner.leave(source.sampler, source.horizon, self.parked)
         self.share_with_parked()
 
     def share_with_parked(self) -> None:
@@ -174,7 +166,7 @@ class SyncLoop(ABC):
         """Whether the loop goes on. The parked run ahead, and must not do alone what they do with the others."""
         if not self.parked:
             return True
-        return self._goes_on(source, self.planner.confirm(source.sampler, source.horizon, self.idle))
+        return self._goes_on(source, self.planner.confirm(source.sampler, source.horizon, self.parked))
 
     def _goes_on(self, source: Source, stop: Stop | None) -> bool:
         if stop is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +19,11 @@ Floats = npt.NDArray[np.float64]
 class Exchange(Protocol):
     """Rows of numbers on their way to one rank, the thinker, and its answer on the way back to all others."""
 
-    def rows(self) -> Floats:
-        """On the thinker: wait for them, one per rank."""
+    def rows(self, awaited: Collection[int]) -> Floats:
+        """On the thinker: one per rank, once those of the ``awaited`` are here.
+
+        Of a rank whose row is not, the last number is none; the others are of an earlier row, if one came late.
+        """
 
     def answer(self, data: bytes) -> None:
         """On the thinker: give the answer, without waiting for anybody. Empty ones are cheap."""

@@ -1,9 +1,10 @@
 """Carries timings to the policy and plans to the sampler, at the same steps on every rank.
 
-Every few steps all ranks send what they measured to the fastest of them, the thinker. It runs the policy while it waits
-for the others' gradients, or else at the start of the next step, where what was decided becomes known on all of them:
-the slow are not made slower by thinking. A new plan takes effect as many steps ahead as the deepest prefetch of any
-rank, so that nothing already fetched is thrown away. Decides nothing itself; how the ranks talk is the framework's.
+Every few steps all ranks send what they measured to the fastest that takes part, the thinker. It runs the policy while
+it waits for the others' gradients, or else at the start of the next step, where what was decided becomes known on all:
+the slow are not made slower by thinking, and nobody waits for the parked. A new plan takes effect as many steps ahead
+as the deepest prefetch of any rank, so that nothing already fetched is thrown away. Decides nothing itself; how the
+ranks talk is the framework's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ import numpy as np
 from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.control.curves import LEAP
 from omnilearn.data import Sampler
-from omnilearn.engine.peers import Exchange, Peers
+from omnilearn.engine.peers import Exchange, Floats, Peers
 from omnilearn.engine.pulse import Pulse
 from omnilearn.engine.story import Story
 from omnilearn.errors import OmniLearnError, UsageError
@@ -31,8 +32,9 @@ log = logging.getLogger("omnilearn")
 
 GROWING = 4
 """Steps with a batch LEAP times the largest before that say little on a CPU: the allocator learns what to keep."""
-HEADER = 5
-"""What a rank tells of itself before its timings: where it left the loop (2), pulse, memory (2)."""
+LEFT_AT, PULSE, MICRO, FAILED, HEADER = slice(0, 2), 2, 3, 4, 5
+"""What a rank tells of itself before its timings: where it left the loop (-1: it did not), its pulse, its largest
+micro-batch (0: not known), and with how many samples it ran out of memory since (0: it did not)."""
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -73,6 +75,7 @@ class _Answer(NamedTuple):
     """What follows from what everybody said: the same on all ranks."""
 
     stop: Stop | None
+    pulse: tuple[float, ...]  # everybody's
     micro: tuple[int, ...]  # everybody's largest micro-batch (0: not known)
     failed: tuple[int, ...]  # the samples with which each ran out of memory (0: it did not)
     state: State
@@ -84,6 +87,8 @@ class _Exchange:
 
     begun: int
     sizes: list[tuple[int, ...]]
+    parked: Collection[int]
+    thinker: int
     talk: Exchange
     answer: _Answer | None = None  # once it was thought about
 
@@ -139,10 +144,9 @@ class Planner:
         self.state: State = policy.start(problem)
         self._rows: list[_Row] = []
         self._sizes = Sizes(GROWING if world.resources[world.rank].device == "cpu" else 1)
-        self.thinker = int(np.argmax(problem.speeds))
         self._micro: tuple[int, ...] = ()  # everybody's largest micro-batch, as last heard
-        self._last: _Answer | None = None  # answer that was heard…
-        self._told = b""  # … or given
+        self._last: _Answer | None = None  # answer that was heard or given…
+        self._told = b""  # … by this rank, if by this one
         if world.size > 1:
             _try_to_send(self.state)
         self._reported = self._next = 0  # the step of the last exchange, and of the next
@@ -163,6 +167,7 @@ class Planner:
         """Go on from a restored state at ``step``. By all ranks: what they were telling each other is forgotten."""
         self._forget_exchange()
         self._pulse.forget()
+        self._last = None
         self._reset(state, step)
 
     def _reset(self, state: State, step: int) -> None:
@@ -184,7 +189,7 @@ class Planner:
             self._alone_since = time.monotonic()
             self._log_rest(keep=1)
 
-    def tick(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
+    def tick(self, sampler: Sampler, horizon: int, parked: Collection[int]) -> Stop | None:
         """Finish and begin exchanges where they are due. A ``Stop`` says that the others have left the loop."""
         if self._world.size == 1:
             return None
@@ -194,7 +199,7 @@ class Planner:
             if stop is not None:
                 return stop
         if self._exchange is None and step >= self._next:
-            self._begin(step, idle)
+            self._begin(step, parked)
         return None
 
     def think(self) -> None:
@@ -203,20 +208,20 @@ class Planner:
         Others who are later now would be waited for at the next step. Nothing changes before the exchange is over: it
         is so at the same step on all ranks.
         """
-        if self._exchange is not None and self._world.rank == self.thinker:
+        if self._exchange is not None and self._world.rank == self._exchange.thinker:
             self._hear(self._exchange)
 
-    def confirm(self, sampler: Sampler, horizon: int, idle: bool) -> Stop | None:
+    def confirm(self, sampler: Sampler, horizon: int, parked: Collection[int]) -> Stop | None:
         """An exchange here and now. Before anything the parked do together with the others: those may have left."""
         if self._exchange is None:
-            self._begin(sampler.step, idle, look=False)
+            self._begin(sampler.step, parked, look=False)
         return self._finish(sampler, horizon)
 
-    def leave(self, sampler: Sampler, horizon: int) -> None:
+    def leave(self, sampler: Sampler, horizon: int, parked: Collection[int]) -> None:
         """The loop ended early: tell the parked, who wait for the next exchange."""
         if self._exchange is not None:
             self._finish(sampler, horizon)
-        self._begin(self._next, idle=False, stop=Stop(sampler.step, sampler.offset))
+        self._begin(self._next, parked, stop=Stop(sampler.step, sampler.offset))
         self._finish(sampler, horizon)
 
     def pause(self) -> None:
@@ -240,24 +245,27 @@ class Planner:
             with contextlib.suppress(OmniLearnError, RuntimeError):
                 self._hear(exchange)
 
-    def _begin(self, step: int, idle: bool, stop: Stop | None = None, look: bool = True) -> None:
+    def _begin(self, step: int, parked: Collection[int], stop: Stop | None = None, look: bool = True) -> None:
+        idle = self._world.rank in parked
         expected = self._next - self._reported  # also where it comes earlier: all must send the same length
         keep = self._hold_back if stop is None else 0
         rows = self._rows[: len(self._rows) - keep]
         self._rows = self._rows[len(rows) :]
         sent = np.zeros(HEADER + 2 * (expected + self._hold_back))
         if self._memory is not None:
-            sent[3], sent[4] = self._memory.micro_batch or 0, self._memory.failed
+            sent[MICRO], sent[FAILED] = self._memory.micro_batch or 0, self._memory.failed
             self._memory.failed = 0
-        sent[0], sent[1] = (-1, -1) if stop is None else (stop.step, stop.offset)
-        sent[2] = self._pulse.ratio if idle else self._pulse.forget()
+        sent[LEFT_AT] = (-1, -1) if stop is None else (stop.step, stop.offset)
+        sent[PULSE] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
         for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
             tells = row.took_part and self._sizes.tells(row.sizes[self._world.rank])
             if timing is not None and tells:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
         self._log_steps(rows, timings)
-        self._exchange = _Exchange(step, [row.sizes for row in rows], self._world.exchange(sent, self.thinker))
+        thinker = self.thinker(parked)
+        talk = self._world.exchange(sent, thinker)
+        self._exchange = _Exchange(step, [row.sizes for row in rows], parked, thinker, talk)
         self._reported = step
         if idle and look:  # nobody waits for what is found: it goes out with the next exchange
             self._pulse.look()
@@ -282,32 +290,52 @@ class Planner:
         self._next = exchange.begun + max(self.state.interval, 1)
         return None
 
+    def thinker(self, parked: Collection[int]) -> int:
+        """The fastest of those who take part: the same on all ranks."""
+        speeds = np.array(self.problem.speeds)
+        speeds[list(parked)] = 0.0
+        return int(np.argmax(speeds))
+
     def _hear(self, exchange: _Exchange) -> _Answer:
         """The answer: from the thinker, or on it, by thinking."""
-        if exchange.answer is None and self._world.rank == self.thinker:
-            exchange.answer = self._decide(exchange)
+        if exchange.answer is None and self._world.rank == exchange.thinker:
+            exchange.answer = self._last = self._decide(exchange)
             told = pickle.dumps(exchange.answer)
             exchange.talk.answer(b"" if told == self._told else told)
             self._told = told
         elif exchange.answer is None:
             if told := exchange.talk.heard():
-                self._last = pickle.loads(told)
+                self._last, self._told = pickle.loads(told), b""
             exchange.answer = self._last  # said nothing: as before
         assert exchange.answer is not None
         return exchange.answer
 
     def _decide(self, exchange: _Exchange) -> _Answer:
         """What follows from what everybody said."""
-        table, state = exchange.talk.rows(), self.state
-        micro, failed = (tuple(column.astype(int).tolist()) for column in table[:, 3:5].T)
-        leaver = table[table[:, 0].argmax()]
-        stop = Stop(int(leaver[0]), int(leaver[1])) if leaver[0] >= 0 else None
+        table, state = self._rows_of(exchange), self.state
+        micro, failed = (tuple(table[:, column].astype(int).tolist()) for column in (MICRO, FAILED))
+        left_at = table[table[:, 0].argmax(), LEFT_AT]
+        stop = Stop(*left_at.astype(int).tolist()) if left_at[0] >= 0 else None
         if exchange.sizes and stop is None:  # something was measured, and nobody leaves
             rows = slice(HEADER, HEADER + 2 * len(exchange.sizes))
             busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
-            report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, 2])
+            report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, PULSE])
             state = self.policy.update(self._holding(micro), state, report)
-        return _Answer(stop, micro, failed, state)
+        return _Answer(stop, tuple(table[:, PULSE].tolist()), micro, failed, state)
+
+    def _rows_of(self, exchange: _Exchange) -> Floats:
+        """What everybody said. Those who were parked all the while may be late: nobody waits for them."""
+        awaited = np.ones(self._world.size, dtype=bool)
+        awaited[list(exchange.parked)] = False
+        if exchange.sizes:
+            awaited |= np.any(exchange.sizes, axis=0)
+        table = exchange.talk.rows(np.flatnonzero(awaited).tolist())
+        late, unheard = np.isnan(table[:, -1]), np.isnan(table[:, PULSE])
+        pulse = np.where(unheard, 1.0 if self._last is None else self._last.pulse, table[:, PULSE])
+        micro = np.where(unheard, self._micro or 0, table[:, MICRO])
+        table[late], table[late, LEFT_AT] = 0.0, -1.0
+        table[:, PULSE], table[:, MICRO] = pulse, micro
+        return table
 
     def _holding(self, micro: tuple[int, ...]) -> Problem:
         """The problem, with everybody's largest micro-batch in it."""

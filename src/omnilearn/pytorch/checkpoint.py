@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from omnilearn.errors import UsageError
-from omnilearn.pytorch.membership import decode, encode
+from omnilearn.pytorch import parcel
 from omnilearn.pytorch.world import World
 
 FILE = "checkpoint.pt"
@@ -69,7 +69,7 @@ def receive(world: World, folder: str | os.PathLike[str]) -> dict[str, Any]:
     blob = torch.empty(0, dtype=torch.uint8)
     if world.is_main:
         try:
-            blob = encode(read(folder))
+            blob = parcel.pack(read(folder))
             outcome[1] = len(blob)
         except UsageError as error:
             outcome[0] = str(error)
@@ -80,7 +80,7 @@ def receive(world: World, folder: str | os.PathLike[str]) -> dict[str, Any]:
         if not world.is_main:
             blob = torch.empty(outcome[1], dtype=torch.uint8)
         dist.broadcast(blob, 0, group=world.control)
-    state: dict[str, Any] = decode(blob)
+    state: dict[str, Any] = parcel.unpack(blob)
     return state
 
 

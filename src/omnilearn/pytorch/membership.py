@@ -7,9 +7,11 @@ there. A set of one worker reduces nothing and has no group.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
-import io
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnilearn.engine.loop import Workers
-from omnilearn.pytorch import reduction
+from omnilearn.pytorch import parcel, reduction
 from omnilearn.pytorch.world import World
 
 CHUNK = 4 * 2**20
@@ -45,6 +47,7 @@ class Membership:
         self._pack, self._unpack = pack, unpack
         self.guard = world.naming_the_culprit
         self._groups: dict[Workers, tuple[Any, Any]] = {}  # to reduce and to talk: the same where gloo does both
+        self._delivery: _Delivery | None = None  # of a training state, under way
         self.everybody: Workers = tuple(range(world.size))
         self.active: Workers = ()
         self.group: Any = None
@@ -97,6 +100,9 @@ class Membership:
     def close(self) -> None:
         """Let go of all groups. Left to the garbage collector, a DataLoader's fork may hang in destroying them."""
         self.wrapped = self.group = None
+        if self._delivery is not None:
+            self._delivery.drop()
+            self._delivery = None
         self._groups.clear()
         gc.collect()
 
@@ -122,37 +128,76 @@ class Membership:
         self._groups[workers] = reduce, talk
 
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
-        """Send the training state from ``source`` to ``targets``. Other ranks do nothing."""
-        me = self._world.rank
-        if me == source and targets:
-            blob = encode(self._pack())
-            for target in targets:
-                self._send(blob, target)
-        elif me in targets:
-            self._unpack(decode(self._receive(source)))
+        """Send the training state from ``source`` along the line of ``targets``. Other ranks do nothing.
 
-    def _send(self, blob: torch.Tensor, target: int) -> None:
-        with self._world.naming_the_culprit(f"sending the training state to rank {target}"):
-            dist.send(torch.tensor([len(blob)]), target, group=self._world.control)
-            for chunk in blob.split(CHUNK):
-                dist.send(chunk, target, group=self._world.control)
+        Everybody sends it once at most, and nobody waits until it has arrived: ``flush`` does. Who receives it has it
+        when this returns.
+        """
+        line = (source, *targets)
+        if not targets or self._world.rank not in line:
+            return
+        self.flush()  # what was sent the last time
+        at = line.index(self._world.rank)
+        after = line[at + 1] if at + 1 < len(line) else None
+        if at == 0:
+            blob = parcel.pack(self._pack())
+            works = [self._send(piece, after) for piece in (torch.tensor([len(blob)]), *blob.split(CHUNK))]
+        else:
+            blob, works = self._receive(line[at - 1], after)
+            self._unpack(parcel.unpack(blob))
+        if after is not None:
+            self._delivery = _Delivery(works, after, self._world)
 
-    def _receive(self, source: int) -> torch.Tensor:
-        with self._world.naming_the_culprit(f"receiving the training state from rank {source}"):
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, source, group=self._world.control)
+    def _receive(self, before: int, after: int | None) -> tuple[torch.Tensor, list[Any]]:
+        """What comes from the one before, which is sent on at once to the one after, if there is one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._world.naming_the_culprit(f"receiving the training state from rank {before}"):
+            dist.recv(length, before, group=self._world.control)
+            works = [self._send(length, after)]
             blob = torch.empty(int(length), dtype=torch.uint8)
             for chunk in blob.split(CHUNK):
-                dist.recv(chunk, source, group=self._world.control)
-        return blob
+                dist.recv(chunk, before, group=self._world.control)
+                works.append(self._send(chunk, after))
+        return blob, works
+
+    def _send(self, piece: torch.Tensor, target: int | None) -> Any:
+        return None if target is None else dist.isend(piece, target, group=self._world.control)
+
+    def flush(self) -> None:
+        """Wait until the training state that was sent has arrived."""
+        if self._delivery is not None:
+            self._delivery.wait()
+            self._delivery = None
 
 
-def encode(state: Any) -> torch.Tensor:
-    """A state of tensors and plain values as bytes."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+class _Delivery(threading.Thread):
+    """Lets go of what was sent, piece by piece, as it arrives; nobody else has to wait for that."""
 
+    def __init__(self, works: Sequence[Any], target: int, world: World) -> None:
+        super().__init__(name="omnilearn-delivery", daemon=True)
+        self._works, self._target, self._world = deque(works), target, world
+        self._timeout = world.timeout
+        self._error: Exception | None = None
+        with contextlib.suppress(RuntimeError):  # at the end of a script there are no new threads from Python 3.12 on
+            self.start()
 
-def decode(blob: torch.Tensor) -> Any:
-    return torch.load(io.BytesIO(blob.numpy().tobytes()), map_location="cpu", weights_only=True)
+    def run(self) -> None:
+        try:
+            with self._world.naming_the_culprit(f"sending the training state to rank {self._target}"):
+                while self._works:
+                    self._works.popleft().wait(self._timeout)
+        except Exception as error:
+            self._error = error
+            self.drop()
+
+    def wait(self) -> None:
+        if self.ident is None:
+            self.run()
+        else:
+            self.join()
+        if self._error is not None:
+            raise self._error
+
+    def drop(self) -> None:
+        """Give up: what is under way keeps connections open."""
+        self._works.clear()

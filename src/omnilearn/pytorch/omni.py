@@ -96,7 +96,8 @@ class OmniLearn(Facade):
         lease_timeout: float = 60.0,
         join: str | None = None,
     ) -> None:
-        self._world = self._meet_world(device, timedelta(seconds=timeout), join)
+        self._timeout = timedelta(seconds=timeout)
+        self._world = self._meet_world(device, self._timeout, join)
         with self._world.alike():
             check_mode(mode, staleness, threshold, lr_scaling)
             checks.options(mode, compress, lease_timeout, join)
@@ -347,6 +348,9 @@ class OmniLearn(Facade):
         assert self._engine is not None
         self._engine.settle()
         self._engine.planner.drain()
+        with contextlib.suppress(OmniLearnError, RuntimeError):  # who parked may be behind, and needs what it was sent
+            self._engine.membership.flush()
+            self._world.flush(self._timeout)
 
     def _abandon(self) -> None:
         """Leave the others, whatever they do."""

@@ -18,7 +18,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,13 +25,12 @@ import omnilearn
 from omnilearn.cluster import resources
 from omnilearn.engine.peers import Exchange, Floats, Peers
 from omnilearn.errors import InfeasibleError, OmniLearnError, PeerFailure
+from omnilearn.pytorch import exchange
 
 log = logging.getLogger("omnilearn")
 
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
-PATIENCE = timedelta(seconds=5)
-"""How much longer than the thinker the others wait in an exchange: it knows who is late, and should be heard first."""
 
 
 class World(Peers):
@@ -53,7 +51,8 @@ class World(Peers):
         self.failed, self.error = False, ""  # whether this process ends with an error, and which
         self.explain: Callable[[BaseException], str] = lambda error: ""  # what to do about it; the engine knows
         self._owned = False
-        self._sent: list[Any] = []  # by the exchange under way, or the last
+        self.sent: list[Any] = []  # rows on their way to the thinker…
+        self.mail: dict[int, exchange.Mail] = {}  # … which has some with every other rank
         if self.size > 1 and not alone:
             self._join()
         with self.alike():
@@ -93,10 +92,16 @@ class World(Peers):
 
     def exchange(self, row: Floats, thinker: int) -> Exchange:
         with self.naming_the_culprit("exchanging timings"):
-            for work in self._sent:  # with the last exchange: long since there
+            for work in self.sent:  # with the last exchange: long since there
                 work.wait(self.timeout)
-            self._sent.clear()
-            return _Exchange(self, row, thinker)
+            self.sent.clear()
+            return exchange.Exchange(self, row, thinker)
+
+    def flush(self, timeout: timedelta) -> None:
+        """Wait until the others have heard what this rank told them in exchanges."""
+        for mail in self.mail.values():
+            mail.newest(wait=True, timeout=timeout)
+            mail.flush(timeout)
 
     def speed(self) -> float:
         return resources.measure_flops(str(self.device))
@@ -156,60 +161,12 @@ class World(Peers):
     def close(self) -> None:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
-        self._sent.clear()
+        self.sent.clear()
+        self.mail.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
             self._owned = False
         self.control = None
-
-
-class _Exchange:
-    """Messages from rank to rank with tags of their own: nothing that the ranks say to each other meanwhile is mixed up
-    with them, and a slow rank is woken up for its own two only, not for what others tell each other."""
-
-    def __init__(self, world: World, row: Floats, thinker: int) -> None:
-        self._world, self._thinker = world, thinker
-        rows, self._tag = world.tags
-        if world.rank == thinker:
-            self._others = [rank for rank in range(world.size) if rank != thinker]
-            self._rows = torch.from_numpy(np.tile(row, (world.size, 1)))
-            self._coming = [(rank, self._receive(self._rows[rank], rank, rows)) for rank in self._others]
-        else:
-            self._send(torch.from_numpy(row), thinker, rows)
-            self._length = torch.zeros(1, dtype=torch.int64)  # of the answer, which comes after it
-            self._coming = [(thinker, self._receive(self._length, thinker, self._tag))]
-
-    def rows(self) -> Floats:
-        self._wait()
-        return np.asarray(self._rows.numpy())
-
-    def answer(self, data: bytes) -> None:
-        with self._world.naming_the_culprit("exchanging timings"):
-            for rank in self._others:
-                self._send(torch.tensor([len(data)]), rank, self._tag)
-                if data:
-                    self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, self._tag)
-
-    def heard(self) -> bytes:
-        self._wait()
-        data = torch.empty(int(self._length), dtype=torch.uint8)
-        if len(data):
-            self._coming = [(self._thinker, self._receive(data, self._thinker, self._tag))]
-            self._wait()
-        return data.numpy().tobytes()
-
-    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        self._world._sent.append(dist.isend(tensor, rank, group=self._world.control, tag=tag))
-
-    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return dist.irecv(tensor, rank, group=self._world.control, tag=tag)
-
-    def _wait(self) -> None:
-        timeout = self._world.timeout + (timedelta() if self._world.rank == self._thinker else PATIENCE)
-        for rank, work in self._coming:
-            with self._world.naming_the_culprit(f"exchanging timings with rank {rank}"):
-                work.wait(timeout)
-        self._coming.clear()
 
 
 def backend(ranks: Sequence[resources.Resources]) -> str:

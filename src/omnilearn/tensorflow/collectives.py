@@ -68,21 +68,23 @@ class Group:
             ]
         return [pickle.loads(blob) for blob in blobs]
 
-    def spread(self, data: bytes | None) -> bytes:
-        """Data of any length from the one member that has some (not None)."""
-        source, mine = data is not None, data or b""
-        first = self.broadcast(len(mine).to_bytes(8, "little") + mine[: SMALL - 8], SMALL, source)
+    def spread(self, data: bytes | None, source: int) -> bytes:
+        """Data of any length from the member that is the source; None on the others."""
+        head = None if data is None else len(data).to_bytes(8, "little") + data[: SMALL - 8]
+        first = self.broadcast(head, SMALL, source)
         length = int.from_bytes(first[:8], "little")
         more = length - (SMALL - 8)
-        rest = self.broadcast(mine[SMALL - 8 :], _room(more), source) if more > 0 else b""
+        rest = b""
+        if more > 0:
+            rest = self.broadcast(None if data is None else data[SMALL - 8 :], _room(more), source)
         return (first[8:] + rest)[:length]
 
-    def broadcast(self, data: bytes | None, size: int, source: bool) -> bytes:
-        """``size`` bytes from the one member that is the source."""
+    def broadcast(self, data: bytes | None, size: int, source: int) -> bytes:
+        """``size`` bytes from the member that is the source; None on the others."""
         count = -(-size // 8)
-        key, options = self.instance("broadcast", count), {"communication_hint": "ring"}
-        if source:
-            assert data is not None
+        # TensorFlow remembers the source that an instance key had first: another one has keys of its own.
+        key, options = self.instance("broadcast", count, source), {"communication_hint": "ring"}
+        if data is not None:
             tf.raw_ops.CollectiveBcastSendV2(
                 input=_words(data, 8 * count), group_size=len(self), group_key=self.key, instance_key=key,
                 timeout_seconds=self._timeout, **options,

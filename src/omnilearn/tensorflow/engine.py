@@ -89,7 +89,7 @@ class SyncEngine(SyncLoop):
         self._functions: dict[Any, tuple[int, Any]] = {}
         self._kept: list[Any] = []
         if world.control is not None:
-            self._send(world.control, source=world.is_main)
+            self.send(world.control, source=0)
 
     # State
 
@@ -98,14 +98,15 @@ class SyncEngine(SyncLoop):
         """What makes up the state of training: the model's weights and the optimizer's."""
         return [*self.model.weights, *self.optimizer.variables]
 
-    def _send(self, group: Group, source: bool) -> None:
+    def send(self, group: Group, source: int) -> None:
         """The training state of the group's one source, to all others in it."""
+        sends = self.rank == source
         arrays = [np.asarray(v.numpy()) for v in self.variables]
         with self.world.naming_the_culprit("sending the training state"):
             data = group.broadcast(
-                b"".join(a.tobytes() for a in arrays) if source else None, sum(a.nbytes for a in arrays), source
+                b"".join(a.tobytes() for a in arrays) if sends else None, sum(a.nbytes for a in arrays), source
             )
-        if source:
+        if sends:
             return
         start = 0
         for variable, array in zip(self.variables, arrays, strict=True):
@@ -116,7 +117,7 @@ class SyncEngine(SyncLoop):
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
         group = self.group(tuple(sorted({source, *targets})))
         if targets and self.rank in group.workers:
-            self._send(group, source=self.rank == source)
+            self.send(group, source)
 
     def share_buffers(self) -> None:
         buffers = [v for v in self.model.non_trainable_weights if "float" in str(v.dtype)]

@@ -324,7 +324,7 @@ class OmniLearn(Facade):
                 facts = checkpoint.read_into(folder, engine.variables)
         facts = self._world.gather(facts)[0]
         if self._world.control is not None:
-            engine._send(self._world.control, source=self.is_main)
+            engine.send(self._world.control, source=0)
         self._resume(facts["policy"], facts["sampler"])
         if self.is_main:
             self._tell_checkpoint("loaded", folder, engine.step)

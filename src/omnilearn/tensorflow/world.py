@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -82,7 +82,7 @@ class World(Peers):
             # One for all of them: TensorFlow takes long to get to know a thread. A daemon: a process that ends does not
             # wait for what never comes.
             threading.Thread(target=_work_off, args=(self._wanted,), name="omnilearn-exchange", daemon=True).start()
-        return _Exchange(self, row, self.rank == thinker)
+        return _Exchange(self, row, thinker)
 
     def beside(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """Have something done in the thread of exchanges. Returns what waits for its result."""
@@ -154,17 +154,18 @@ class World(Peers):
 class _Exchange:
     """TensorFlow has no messages from rank to rank: all hear everybody's rows, and then the thinker."""
 
-    def __init__(self, world: World, row: Floats, thinks: bool) -> None:
+    def __init__(self, world: World, row: Floats, thinker: int) -> None:
         self._world = world
         self._rows = world.beside(lambda: world.timings.rows(row))
-        if not thinks:
-            self._heard = world.beside(lambda: world.timings.spread(None))
+        if world.rank != thinker:
+            self._heard = world.beside(lambda: world.timings.spread(None, thinker))
 
-    def rows(self) -> Floats:
+    def rows(self, awaited: Collection[int]) -> Floats:
         return np.asarray(self._rows())
 
     def answer(self, data: bytes) -> None:
-        self._world.beside(lambda: self._world.timings.spread(data))
+        world = self._world
+        world.beside(lambda: world.timings.spread(data, world.rank))
 
     def heard(self) -> bytes:
         self._rows()
