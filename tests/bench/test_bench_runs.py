@@ -216,6 +216,19 @@ def test_async(tmp_path: Path) -> None:
     assert "Asynchronous training" in render([("a.json", read)])
 
 
+def test_async_on_another_cluster(tmp_path: Path) -> None:
+    read = measured(tmp_path, "async", "--emulate", "cpu=0.4,1.2", "--model", "gpt2", "--epochs", "1")
+    own = read["summary"]["levels"]["cpu=0.4,1.2"]["gpt2"]
+    assert 0 < own["samples_per_s_vs_sync"] < 100
+    rows = {row["contestant"]: row for row in read["rows"]}
+    slow, fast = map(int, rows["plain"]["updates_by_worker"].split("/"))
+    assert 0 < slow < fast
+    assert all(0 <= row["accuracy_equal_samples"] <= 1 for row in rows.values())
+    page = render([("a.json", read)])
+    assert "## Asynchronous training on another cluster" in page
+    assert "bare transport" not in page, "nobody asked for round trips"
+
+
 def test_an_interrupted_async_benchmark_keeps_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "async.json"
     command = [sys.executable, "-m", "omnilearn", "bench", "async", "--quick", "--levels", "HL1", "--workers", "1"]

@@ -2,6 +2,8 @@
 
 All contestants train from the same first weights and take turns epoch by epoch; only training counts as time. Accuracy
 is compared over equal time and after equal samples. What became of every gradient comes from the runs' own events.
+
+With ``--emulate`` the cluster is another one: shares of a card, a card beside a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from omnilearn.bench import transport
-from omnilearn.bench.arguments import add_levels, add_models, check_workloads, positive, size_of
+from omnilearn.bench.arguments import add_cluster, add_levels, add_models, check_workloads, positive, size_of
 from omnilearn.bench.block import Block
 from omnilearn.bench.gang import Gang
 from omnilearn.bench.names import Size
@@ -24,6 +26,8 @@ from omnilearn.bench.oracle import show
 from omnilearn.bench.progress import Progress
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.bench.workloads import workload
+from omnilearn.cluster.emulation import parse
+from omnilearn.cluster.resources import cores
 from omnilearn.observe import read
 
 LEVELS = ("HL1", "HL2", "HL4", "HL8")
@@ -59,6 +63,7 @@ ROUND_TRIPS = {
 """In the summary, from the transport's rows: the worst of them."""
 COMPARED = "over the second half of the time that all had"
 """When accuracy is, as ``History.accuracy_within`` has it."""
+WORKERS = (1, 2, 4, 8)
 PARAMETERS = 1_000_000
 TIMEOUT = 1800.0
 """A contestant waits for its turn; nobody must give it up meanwhile."""
@@ -66,10 +71,11 @@ TIMEOUT = 1800.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_levels(parser, LEVELS)
+    add_cluster(parser, "another cluster instead of the levels, without round trips unless --workers asks for them")
     add_models(parser, ("digits", "heavy"))
     parser.add_argument("--epochs", type=positive, help=f"each (default: {EPOCHS}; quick: 2)")
     parser.add_argument(
-        "--workers", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="for the round trips (1 2 4 8)"
+        "--workers", type=positive, nargs="+", metavar="N", help=f"for the round trips ({' '.join(map(str, WORKERS))})"
     )
     parser.add_argument(
         "--seeds", type=positive, help=f"repetitions (default: 3 at {HARDEST}, 1 elsewhere and with --quick)"
@@ -99,8 +105,10 @@ class History:
 
 def run(args: argparse.Namespace) -> Record:
     check_workloads(args)
-    counts = args.workers
-    seeds = {level: args.seeds or (3 if level == HARDEST and not args.quick else 1) for level in args.levels}
+    emulation = parse(args.emulate, None, cores(), "async") if args.emulate else None
+    levels = (args.emulate,) if args.emulate else args.levels
+    counts = args.workers or (() if args.emulate else WORKERS)
+    seeds = {level: args.seeds or (3 if level == HARDEST and not args.quick else 1) for level in levels}
     total = len(counts) + sum(seeds.values()) * len(args.model) * (1 + epochs_of(args))
     rows: list[Row] = []
     summary: dict[str, Any] = {
@@ -114,9 +122,11 @@ def run(args: argparse.Namespace) -> Record:
             summary |= {key: min(row[column] for row in trips) for key, column in ROUND_TRIPS.items()}
             Record("async", rows + trips, summary).keep(args.json)
             progress.done(f"round trips of {count} workers")
-        with Gang(4) as gang, tempfile.TemporaryDirectory(prefix="omnilearn-bench-") as logs:
-            for level in args.levels:
-                gang.level(level, "async")
+        with Gang(emulation=emulation) as gang, tempfile.TemporaryDirectory(prefix="omnilearn-bench-") as logs:
+            summary["emulation"], summary["devices"] = gang.emulator.how, gang.devices
+            for level in levels:
+                if emulation is None:
+                    gang.level(level, "async")
                 outcomes = summary["levels"][level] = {}
                 for name in args.model:
                     histories: dict[str, list[History]] = {}
@@ -127,7 +137,6 @@ def run(args: argparse.Namespace) -> Record:
                     rows += [describe(level, name, who, runs, histories) for who, runs in histories.items()]
                     outcomes[name] = compare(histories)
                     Record("async", rows + trips, summary).keep(args.json)
-            summary["emulation"] = gang.emulator.how
     return Record("async", rows + trips, summary)
 
 
@@ -146,7 +155,7 @@ def train(
 ) -> dict[str, History]:
     """Every contestant's history."""
     steps, batch = STEPS.get(name, DEFAULT_STEPS), workload(name, size_for(name, args)).global_batch
-    witness = int(np.argmax(gang.shares))
+    witness = max(range(gang.size), key=lambda k: (gang.devices[k] != "cpu", gang.nominal[k]))  # the quickest to ask
     histories = {who: History(updates=[0] * gang.size) for who in CONTESTANTS}
     with gang.session(name, size_for(name, args), watch=False):
         for who, (policy, own) in CONTESTANTS.items():

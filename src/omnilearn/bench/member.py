@@ -29,7 +29,7 @@ from omnilearn.bench.service import Member, named_policy, serve
 from omnilearn.bench.workloads import Pool, workload
 from omnilearn.pytorch.model import smallest_batch
 
-TESTED = 360
+TESTED, TESTED_AT_ONCE = 360, 60
 POOL = 4
 """Global batches of data that are held."""
 
@@ -111,7 +111,8 @@ class Worker(Member):
             self.scarcity.begin(room, self.device)
 
     def accuracy(self, name: str, rank: int) -> float | None:
-        """Of a classifier, as worker ``rank`` has it: on samples it was not trained with, where there are any."""
+        """Of a classifier or of predicted tokens, as worker ``rank`` has it: on samples it was not trained with, where
+        there are any."""
         if rank != self.rank:
             return None
         model = self.contestants[name].model
@@ -119,9 +120,9 @@ class Worker(Member):
         test = held_out() if held_out is not None else self._job.pool
         model.eval()
         with torch.no_grad():
-            right = (model(test.x[:TESTED].to(self.device)).argmax(1).cpu() == test.y[:TESTED]).float().mean()
+            parts = [model(x.to(self.device)).argmax(-1) for x in test.x[:TESTED].split(TESTED_AT_ONCE)]
         model.train()
-        return float(right)
+        return float((torch.cat(parts).cpu() == test.y[:TESTED].cpu()).float().mean())
 
 
 if __name__ == "__main__":

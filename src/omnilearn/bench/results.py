@@ -44,8 +44,8 @@ def render(records: Iterable[tuple[str, Data]]) -> str:
         if record["bench"] not in SECTIONS:
             raise UsageError(f"{name}: unknown benchmark {record['bench']!r}: there are {', '.join(SECTIONS)}")
         title, section = SECTIONS[record["bench"]]
-        if record["bench"] == "sync":
-            title = f"Synchronous training {CLUSTERS[_cluster(record)][0]}"
+        if record["bench"] in ("sync", "async"):
+            title = f"{title} {CLUSTERS[_cluster(record)][0]}"
         parts += [f"## {title}\n", _origin(name, record), *section(record)]
     return "\n".join(parts)
 
@@ -62,7 +62,7 @@ CLUSTERS = {
 def _cluster(record: Data) -> str:
     """Of what kind a record's workers are. Early records do not name their devices, only their cluster."""
     summary = record["summary"]
-    name = next(iter(summary["levels"]))
+    name = next(iter(summary["levels"]), "HL")  # none yet, where a benchmark was interrupted
     devices = set(summary.get("devices") or (["cuda"] if "mps=" in name else ["cuda", "cpu"] if "gpu" in name else []))
     if "cuda" in devices:
         return "mixed" if "cpu" in devices else "cards"
@@ -234,18 +234,23 @@ def _async(record: Data) -> list[str]:
     ]  # fmt: skip
     trained = [row for row in record["rows"] if "contestant" in row]
     trips = [row for row in record["rows"] if "ratio" in row]
-    shown = [[row[key] for key in trips[0]] for row in trips]
     return [
         "*Plain* is asynchronous training (ASP) with equal batches, *dynamic* OmniLearn's asynchronous mode as it is. "
         f"Accuracy is compared {summary.get('compared', 'after equal time, ends of epochs included')} "
         "(the papers: up to 6.9 points more than plain; our goals at HL8: half the p95 of staleness, no worse "
         "accuracy, 0.95 of the samples per second).\n",
         table(columns, rows),
+        *(_trips(summary, trips) if trips else []),
+        *_measured({"rows": trained}),
+    ]
+
+
+def _trips(summary: Data, rows: list[Data]) -> list[str]:
+    return [
         "Push and pull of a gradient and parameters, workers with nothing to compute on this machine, beside the same "
         f"messages over the bare transport: {cell(summary['round_trips_vs_transport'])} of its rate (goal: 0.9)."
         f"{_sent(summary)}\n",
-        table(list(trips[0]), shown),
-        *_measured({"rows": trained}),
+        table(list(rows[0]), [list(row.values()) for row in rows]),
     ]
 
 
