@@ -1,10 +1,12 @@
-"""Stop at any step and go on: weights, optimizer, data position, controller and random numbers are saved.
+"""Stop at any moment and go on: weights, optimizer, data position, controller and random numbers are saved.
 
-Run: omnilearn run --nproc 2 examples/checkpoint.py FOLDER    and the same command again to continue where it stopped
+Run: omnilearn run --nproc 2 examples/checkpoint.py FOLDER                     and again to continue where it stopped
+     omnilearn run --nproc 2 --max-restarts 1 examples/checkpoint.py FOLDER 15    a worker dies in step 15; all go on
 """
 
+import os
+import signal
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from omnilearn import OmniLearn
 
-folder, stop_after, epochs = Path(sys.argv[1]), 10, 4
+folder, dies_in, epochs = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None, 4
 generator = torch.Generator().manual_seed(0)
 x = torch.randn(512, 16, generator=generator)
 data = TensorDataset(x, x.sum(dim=1, keepdim=True))
@@ -22,22 +24,19 @@ torch.manual_seed(0)
 model = nn.Linear(16, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
-omni = OmniLearn(global_batch=64, park=False)  # nobody sits out, so that all stop at the same step
+omni = OmniLearn(global_batch=64)
 model, optimizer = omni.prepare(model, optimizer)
 loader = omni.loader(data, shuffle=True)
-steps = 0
-if (folder / "checkpoint.pt").exists():
-    steps = omni.load(folder)["steps"]
-    print(f"continuing after step {steps}, in epoch {omni.epoch}")
+if omni.resume(folder) is not None and omni.is_main:  # None: there is no checkpoint yet
+    print(f"continuing after step {omni.global_step}, in epoch {omni.epoch}")
 
-for epoch in range(omni.epoch, epochs):
+for _ in range(omni.epoch, epochs):
     for inputs, targets in loader:
         omni.backward(F.mse_loss(model(inputs), targets))
+        if omni.global_step + 1 == dies_in and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)  # as if the machine had been taken away
         optimizer.step()
         optimizer.zero_grad()
-        steps += 1
-        if steps % stop_after == 0:
-            omni.save(folder, steps=steps)  # a crash while saving leaves the checkpoint before it whole
-            print(f"saved after step {steps}, in epoch {epoch}")
-            raise SystemExit  # as if the machine had been taken away
-print(f"done after step {steps}")
+        omni.save(folder, every=10)  # a crash while saving leaves the checkpoint before it whole
+if omni.is_main:
+    print(f"done after step {omni.global_step}")

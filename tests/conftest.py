@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from tests.gang import Gang
 
 _kept: set[int] = set()  # processes that outlive a test on purpose
-_OF_THE_MACHINE = ("cluster/", "bench/test_bench_runs", "test_demo", "integration/test_memory", "observe/test_top")
+_OF_THE_MACHINE = (
+    "cluster/", "bench/test_bench_runs", "test_demo", "integration/test_memory", "integration/test_restart",
+    "observe/test_top",
+)  # fmt: skip
 """Tests that emulate clusters and look at what is left of them: one after the other."""
 
 

@@ -31,7 +31,7 @@ class Faults:
 
     def __call__(self, loss: torch.Tensor) -> Any:
         self.step += 1
-        if int(os.environ["RANK"]) != self.rank or self.step != self.at:
+        if int(os.environ["RANK"]) != self.rank or self.step != self.at or self.mark.exists():
             return loss
         self.mark.write_text(f"{self.kind} {os.getpid()} {time.time()}")
         if self.kind == "kill":

@@ -167,6 +167,7 @@ def test_module_and_program_instead_of_a_script(folder: Path) -> None:
         (["--nproc", "many", "train.py"], "many"),
         (["--nnodes", "2", "train.py"], "--rdzv-endpoint"),
         (["--emulate", "cpu=999,999", "train.py"], "1998 cores"),
+        (["--max-restarts", "1", "--emulate", "links.toml", "train.py"], "workers cannot be started again"),
         (["--log-dir", "train.py/x", "train.py"], "log folder"),
     ],
 )
@@ -176,6 +177,7 @@ def test_wrong_use_is_said_before_anything_starts(
     from omnilearn.cli import main
 
     monkeypatch.chdir(folder)
+    Path("links.toml").write_text('[[worker]]\nbandwidth = "1Gbit"\n' * 2)
     assert main(["run", *arguments]) == 2
     assert words in capfd.readouterr().err
     assert not list(folder.glob("pid.*"))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from omnilearn import OmniLearn
 from tests.gang import Gang, WorkerError
-from tests.integration.common import Numbered, blobs, equal, mlp, norm_net, snapshot
+from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, snapshot
 
 
 def begin(kind: str, global_batch: int = 24) -> Any:
@@ -94,6 +94,34 @@ def test_on_another_number_of_workers(gang: Gang, tmp_path: Path, before: int, a
     second = gang.run(after, part, str(tmp_path), None, batch)
     assert sorted(i for seen, _ in first + second for i in seen) == list(range(50)), "the rest, exactly once"
     assert {epoch for _, epoch in second} == {1}
+
+
+def saving_now_and_then(folder: str, plans: list[list[int]], micro: int | None) -> Any:
+    """Saves every third step of the job; returns what this worker saw of them."""
+    with OmniLearn(8, policy=Script(plans), micro_batch=micro, seed=5) as omni:
+        model, optimizer = omni.prepare(model := mlp(4), torch.optim.Adam(model.parameters()))
+        nothing, seen = omni.resume(folder), []
+        for x, _ in omni.loader(Numbered(72), shuffle=True):
+            omni.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            omni.save(folder, every=3, at=omni.global_step)
+            seen.append(omni.global_step)
+        return nothing, seen, omni.global_step, omni.resume(folder)
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+def test_all_save_at_the_same_steps_whoever_was_parked(gang: Gang, tmp_path: Path, micro: int | None) -> None:
+    results = gang.run(2, saving_now_and_then, str(tmp_path), [[4, 4], [8, 0], [8, 0], [8, 0], [4, 4]], micro)
+    assert [(nothing, last, extra) for nothing, _, last, extra in results] == [(None, 9, {"at": 9})] * 2
+    everything, some = (sorted(set(seen)) for _, seen, *_ in results)
+    assert everything[-9:] == list(range(1, 10))
+    assert set(some) < set(everything), "it was parked"
+
+
+def test_every_must_be_a_number_of_steps(gang: Gang, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="every must be at least 1, got 0"):
+        gang.run(1, save, str(tmp_path), {"every": 0})
 
 
 # Bad files, bad folders

@@ -16,11 +16,10 @@ ELSEWHERE = {"checkpoint", "memory", *(name for name in NAMES if name.startswith
 """Run by tests of their own."""
 
 
-def launch(tmp_path: Path, name: str, *arguments: str, workers: int) -> str:
+def launch(tmp_path: Path, name: str, *arguments: str, workers: int, restarts: int = 0) -> str:
     script = [str(EXAMPLES / f"{name}.py"), *arguments]
-    launcher = (
-        ["-m", "omnilearn", "run", "--nproc", str(workers), "--log-dir", str(tmp_path / "log")] if workers else []
-    )
+    options = ["--nproc", str(workers), "--max-restarts", str(restarts), "--log-dir", str(tmp_path / "log")]
+    launcher = ["-m", "omnilearn", "run", *options] if workers else []
     done = subprocess.run(
         [sys.executable, *launcher, *script],
         cwd=tmp_path,
@@ -55,10 +54,12 @@ def test_example_alone(tmp_path: Path) -> None:
 
 
 def test_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    first, second = (launch(tmp_path, "checkpoint", "state", workers=workers) for workers in (2, 0))
-    assert "saved after step 10, in epoch 1" in first
-    assert "continuing after step 10, in epoch 1" in second
-    assert "saved after step 20, in epoch 2" in second
+    first = launch(tmp_path, "checkpoint", "state", "15", workers=2, restarts=1)
+    assert "continuing after step 10, in epoch 1" in first, "the worker that died in step 15 did not end it"
+    assert "done after step 32" in first
+    second = launch(tmp_path, "checkpoint", "state", workers=0)
+    assert "continuing after step 30, in epoch 3" in second
+    assert "done after step 32" in second
 
 
 def test_examples_can_be_read_at_a_glance() -> None:

@@ -38,6 +38,7 @@ class Save(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        omni.save(folder, every=1000)  # not yet
         if (self.epoch, batch) == (1, 3):
             omni.save(folder, note="half way")
 
@@ -57,7 +58,7 @@ errors = {
 }
 first = omni.fit(model, (x, y), epochs=3, callbacks=[Save()], validation_data=(x[20:], y[20:]), verbose=0)
 counts, skipped = vars(omni.counts), omni._engine.skipped  # type: ignore[union-attr]
-extra = omni.load(folder)
+extra = omni.resume(folder)
 loaded, loaded_counts, epoch = state(), vars(omni.counts), omni.epoch
 second = omni.fit(model, (x, y), epochs=3, verbose=0)
 print(json.dumps({

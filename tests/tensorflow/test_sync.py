@@ -98,7 +98,8 @@ def test_all_ranks_end_with_the_same_model(workers: Gang, kind: str) -> None:
 def test_a_run_goes_on_from_a_checkpoint(workers: Gang, tmp_path: Path) -> None:
     for result in workers.run("resumed", str(tmp_path)):
         assert same(result["through"], result["again"])
-        assert (result["extra"], result["epoch"]) == ({"note": "half way"}, 1)
+        assert (result["nothing"], result["extra"]) == (None, {"note": "half way"})
+        assert (result["epoch"], result["step"]) == (1, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.npz"]
 
 

@@ -366,22 +366,22 @@ def resumed(folder: str) -> dict[str, Any]:
 
     with omnilearn() as omni:
         model, opt, compute_loss = begin(omni)
+        nothing = omni.resume(folder)
         dataset = omni.dataset((x, y), shuffle=True)
-        for _ in dataset:
-            omni.step(compute_loss, _)
-        for number, batch in enumerate(dataset):
-            omni.step(compute_loss, batch)
-            if number == 2:
-                omni.save(folder, note="half way")
+        for _ in range(2):
+            for batch in dataset:
+                omni.step(compute_loss, batch)
+                omni.save(folder, every=len(dataset) + 3, note="half way")
         through = weights(model, opt)
     with omnilearn() as omni:
         model, opt, compute_loss = begin(omni)
-        extra = omni.load(folder)
-        epoch, rest = omni.epoch, 0
+        extra = omni.resume(folder)
+        epoch, step, rest = omni.epoch, omni.global_step - len(dataset), 0
         for batch in omni.dataset((x, y), shuffle=True):
             omni.step(compute_loss, batch)
             rest += len(batch[0])
-        return {"through": through, "again": weights(model, opt), "extra": extra, "epoch": epoch, "rest": rest}
+        found = {"nothing": nothing, "extra": extra, "epoch": epoch, "step": step, "rest": rest}
+        return {"through": through, "again": weights(model, opt), **found}
 
 
 def broken_off() -> dict[str, Any]:

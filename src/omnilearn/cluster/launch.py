@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
         escaped = [word.replace("$", "$$") for word in (command, *arguments)]
         command, *arguments = emulator.command_for("${local_rank}", escaped, with_parent=True)
     config.log_line_prefix_template = config.log_line_prefix_template or PREFIX
-    stderrs = _remember_stderrs(config.logs_specs)
     out, err = sys.stdout, sys.stderr
+    stderrs = _remember_stderrs(config.logs_specs, lambda line: print(f"omnilearn: {line}", file=err, flush=True))
     try:
         with _quiet(), console(out, err):
             elastic_launch(config, command)(*arguments)
@@ -106,12 +106,21 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
         emulator.kill()
 
 
-def _remember_stderrs(logs_specs: Any) -> dict[int, str]:
-    """The workers' stderr files by local rank, filled when the agent decides where they are."""
+def _remember_stderrs(logs_specs: Any, say: Callable[[str], None]) -> dict[int, str]:
+    """The workers' stderr files by local rank, filled when the agent decides where they are: at every start. It says
+    nothing of starting them again, so we do."""
     found: dict[int, str] = {}
-    decide = logs_specs.reify
+    decide, failures = logs_specs.reify, 0
 
     def reify(envs: Any) -> Any:
+        nonlocal failures
+        before, failures = failures, int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        if found:
+            why = _why_again(found.values()) if failures > before else "the machines changed"
+            size, most = int(envs[0]["WORLD_SIZE"]), envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            now = "1 worker" if size == 1 else f"{size} workers"
+            say(f"{why}: all start again, {now} now ({failures} of {most} restarts used)")
+        found.clear()
         destinations = decide(envs)
         found.update(destinations.stderrs)
         return destinations
@@ -120,13 +129,23 @@ def _remember_stderrs(logs_specs: Any) -> dict[int, str]:
     return found
 
 
+def _why_again(stderrs: Iterable[str]) -> str:
+    """Which error ended the workers of this host; those that only say that they lost another one do not tell."""
+    last = [words for path in stderrs if (words := _exception(_tail(path)))]
+    return next((words[:200] for words in last if not _blames_a_peer(words)), "a worker was lost")
+
+
+def _blames_a_peer(words: str) -> bool:
+    return words.partition(":")[0].endswith("PeerFailure")
+
+
 def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: str, where: str) -> int:
     """Say which worker failed first and how; returns its status."""
 
     def last_word(rank: int) -> tuple[bool, int]:
         # Who fails because a peer did says so, and writes its traceback after that peer wrote its own.
         path = stderrs.get(failures[rank].local_rank, "")
-        blames = _exception(_tail(path)).partition(":")[0].endswith("PeerFailure")
+        blames = _blames_a_peer(_exception(_tail(path)))
         try:
             return blames, os.stat(path).st_mtime_ns
         except OSError:

@@ -149,6 +149,9 @@ def _main(args: argparse.Namespace) -> int:
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one worker is needed")
     emulation = _emulation(args, nproc, single)
+    fewest, _, most = args.nnodes.partition(":")
+    if args.max_restarts or most not in ("", fewest):  # machines that come make all start again, too
+        _expect_restarts(emulation)
     args.nproc_per_node = str(emulation.nproc)
     if args.redirects == "0" and args.tee == "0":
         args.tee = "3"
@@ -195,6 +198,17 @@ def _main_tensorflow(args: argparse.Namespace) -> int:
         with beside(log_dir, live=args.live):
             code = tf_run.launch(tf_run.command(args), args.ps, emulator, log_dir)
     return _ended(code, log_dir)
+
+
+def _expect_restarts(emulation: emulations.Emulation) -> None:
+    """Have workers that are started again meet in a store of their own: in the agent's, where torch would have them
+    meet, they find the addresses of those before them (pytorch issues 135712, 167288)."""
+    if emulation.uses("bandwidth", "latency"):
+        raise UsageError(
+            f"emulation {emulation.spec!r} limits the network, where workers cannot be started again: leave "
+            "bandwidth and latency out, or --max-restarts"
+        )
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _meet(args: argparse.Namespace) -> None:

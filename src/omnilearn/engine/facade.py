@@ -8,6 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,7 @@ class Facade(ABC):
     """Base of the frameworks' ``OmniLearn``. They make ``_world`` first, then take the options and open the events."""
 
     backend = ""
+    _checkpoint_file = ""
     _world: Any
     _engine: Any
 
@@ -134,6 +136,15 @@ class Facade(ABC):
         return int(self._restored["epoch"]) if self._restored else 0
 
     @property
+    def global_step(self) -> int:
+        """Steps of the job so far, over epochs and restarts; one counts from its ``optimizer.step()`` on.
+
+        The same on all workers that take part, also on one that was parked.
+        """
+        engine = self._prepared("global_step")
+        return int(engine.step if engine.source is None else engine.source.sampler.step)
+
+    @property
     def batch(self) -> int:
         """This worker's batch in the plan (0: parked)."""
         return self.plan.batches[self.rank]
@@ -179,6 +190,33 @@ class Facade(ABC):
         self._sources[:] = [source]
 
     # Checkpoints
+
+    @abstractmethod
+    def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """Continue from a checkpoint."""
+
+    def resume(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """``load``, if there is a checkpoint in ``folder``: what ``save`` got as extra. None: it is the first start.
+
+        Call it on all ranks after ``prepare``; rank 0 looks. A script that was stopped, or that the launcher starts
+        again because a worker died or machines came and went, so goes on by itself (docs/checkpoints.md).
+        """
+        self._prepared("resume()")
+        return self.load(folder) if self._is_saved(folder) else None
+
+    def _is_due(self, every: int | None, since: int | None = None) -> bool:
+        """Whether ``save(every=…)`` saves now. The number of the step decides, which is the same on all that take part;
+        or, where this worker does not see them one by one, whether it should have ``since`` the step of the last."""
+        if every is None:
+            return True
+        if every < 1:
+            raise InfeasibleError(f"every must be at least 1, got {every}")
+        step = self.global_step
+        return step > 0 and step % every == 0 if since is None else step // every > since // every
+
+    def _is_saved(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether rank 0 sees a checkpoint there: the same on all ranks."""
+        return bool(self._world.gather((Path(folder) / self._checkpoint_file).is_file())[0])
 
     @property
     def _position(self) -> dict[str, int] | None:

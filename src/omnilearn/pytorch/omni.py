@@ -65,6 +65,7 @@ class OmniLearn(Facade):
     """
 
     backend = "pytorch"
+    _checkpoint_file = checkpoint.FILE
 
     def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
         if cls is OmniLearn and mode == "async":
@@ -271,13 +272,16 @@ class OmniLearn(Facade):
 
     # Checkpoints
 
-    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+    def save(self, folder: str | os.PathLike[str], *, every: int | None = None, **extra: Any) -> None:
         """Write a checkpoint: model, optimizer, scheduler, data position, controller, random numbers, and ``extra``.
 
         Call it on all ranks: between epochs rank 0 writes, inside the loop the first rank that takes part (use storage
         that all machines see where parking may happen). A crash while saving never harms the checkpoint before it.
+        ``every``: in the loop, after ``optimizer.step()``: save after every so many steps of the job, else do nothing.
         """
         engine = self._prepared("save()")
+        if every is not None and (engine.accumulating or not self._is_due(every)):
+            return
         if engine.accumulating or (engine.piece is not None and engine._backwards and not engine.done):
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
         engine.settle()

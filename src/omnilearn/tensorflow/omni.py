@@ -58,6 +58,7 @@ class OmniLearn(Facade):
     """
 
     backend = "tensorflow"
+    _checkpoint_file = checkpoint.FILE
 
     def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
         # Parameter servers and workers serve in join(), and do not come back.
@@ -281,13 +282,16 @@ class OmniLearn(Facade):
 
     # Checkpoints
 
-    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+    def save(self, folder: str | os.PathLike[str], *, every: int | None = None, **extra: Any) -> None:
         """Write a checkpoint: model, optimizer, data position, controller, and ``extra``.
 
         Call it on all ranks: between epochs rank 0 writes, inside the loop the first rank that takes part (use storage
         that all machines see where parking may happen). A crash while saving never harms the checkpoint before it.
+        ``every``: in the loop, after ``step()``, save after every so many steps of the job and else do nothing.
         """
         engine = self._prepared("save()")
+        if not self._is_due(every):
+            return
         engine.settle()
         engine.share_buffers()
         workers = engine.participants

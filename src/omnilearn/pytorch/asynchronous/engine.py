@@ -65,7 +65,7 @@ class AsyncEngine:
         self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
         self._tensors, self.gradient = tensors, tensors.gradient(pair)
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
-        self.version = self.generation = 0
+        self.version = self.generation = self.global_step = 0
         self.epoch, self.loader, self.piece = 0, None, None  # type: tuple[int, Any, Piece | None]
         self.begun = False  # an epoch was begun
         self.queue: deque[Lease] = deque()  # leases that no DataLoader has asked for yet
@@ -137,7 +137,7 @@ class AsyncEngine:
         if answer["generation"] != self.generation:
             self.generation, self._outstanding = answer["generation"], 0
             self.queue.clear()
-        self.workers, self.main = answer["workers"], answer["main"]
+        self.workers, self.main, self.global_step = answer["workers"], answer["main"], answer["step"]
         leases = [Lease(answer["epoch"], *bounds) for bounds in answer.ranges]
         self.queue.extend(leases)
         self._outstanding += len(leases)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,7 @@ class AsyncOmniLearn(OmniLearn):
         """Nobody is met: a worker only ever talks to the server. Who joins gets its rank from it."""
         world = World(device, timeout, alone=True)
         self._address = join or os.environ.get(JOIN)
+        self._saved_at = 0  # the global step
         if self._address:
             world.rank = process.ask(self._address, {"want": "rank"})["rank"]
         return world
@@ -85,6 +87,12 @@ class AsyncOmniLearn(OmniLearn):
         if self._engine is None:
             return 0
         return self._worker.epoch if self._worker.loader is not None else self._worker.next_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Global batches of samples that the server has used, over epochs and restarts, as this worker last heard."""
+        self._prepared("global_step")
+        return self._worker.global_step
 
     @property
     def server(self) -> str:
@@ -239,15 +247,19 @@ class AsyncOmniLearn(OmniLearn):
 
     # Checkpoints
 
-    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+    def save(self, folder: str | os.PathLike[str], *, every: int | None = None, **extra: Any) -> None:
         """Have the server write a checkpoint, in the format of synchronous mode. Between epochs all workers call it;
-        inside the loop the main worker's call counts, and the others' do nothing."""
+        inside the loop the main worker's call counts, and the others' do nothing. ``every``: inside the loop, once for
+        every so many global batches."""
         self._prepared("save()")
         engine = self._worker
+        inside = engine.loader is not None
+        if every is not None and inside and (engine.accumulating or not self._is_due(every, self._saved_at)):
+            return
         if engine.accumulating:
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
         checkpoint.check_plain("extra", extra)
-        inside = engine.loader is not None
+        self._saved_at = engine.global_step
         if inside and not self.is_main:
             return
         local = {i: other.state_dict() for i, other in enumerate(engine.others) if not is_scheduler(other)}
@@ -262,11 +274,16 @@ class AsyncOmniLearn(OmniLearn):
         if engine.loader is not None or engine.begun:
             raise UsageError("load() belongs before the first training loop")
         note = engine.load(os.path.abspath(folder))
+        self._saved_at = engine.global_step
         for i, state in note["local"].items():
             engine.others[i].load_state_dict(state)
         if note["random"] is not None:
             checkpoint.restore_random_state(note["random"], self.device)
         return dict(note["extra"])
+
+    def _is_saved(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether the first worker sees a checkpoint there: it is on the server's host."""
+        return bool(self._worker.meet((Path(folder) / checkpoint.FILE).is_file())["values"][0])
 
     # The end
 

@@ -192,7 +192,7 @@ class Room:
         """An answer, with leases, the current parameters and the plan where it is new. The lock is held."""
         header = Header(kind, version=self.owner.version, generation=m.generation, held=held)
         header["workers"], header["main"] = len(self.members), self.main
-        header["epoch"], header["over"] = m.epoch, self.epochs.is_over(m)
+        header["epoch"], header["over"], header["step"] = m.epoch, self.epochs.is_over(m), self.epochs.step
         header["batch"] = self.planning.batch(m.rank)
         header.ranges = [(lease.start, lease.stop) for lease in self.epochs.grant(m, header["batch"], grant)]
         header.learning_rates = self.owner.learning_rates

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.pytorch.membership import CHUNK
 
-MAGIC, PROTOCOL = 0x4F4D4E49, 2
+MAGIC, PROTOCOL = 0x4F4D4E49, 3
 LARGEST_NOTE = 64 * 2**20
 BUCKET = 2**20
 """Bytes of a gradient that leave together, where it consists of small tensors; and of their chunks."""
@@ -42,7 +42,7 @@ VALUES, FLAGS, BUFFERS, FROZEN, NOTE = 1, 2, 4, 8, 16
 _FIELDS = (
     "magic", "protocol", "kind", "parts", "note", "version", "generation", "epoch", "over", "leases", "samples",
     "batch", "rates", "seconds", "held", "workers", "main",
-    "again",
+    "again", "step",
 )  # fmt: skip
 _AT = {name: i for i, name in enumerate(_FIELDS)}
 _LEASES = 24

@@ -32,6 +32,7 @@ class AsyncOmniLearn(OmniLearn):
     def _meet_world(self, device: str | None, timeout: float) -> World:
         self._cluster = Cluster()
         self._continues = False  # a checkpoint was loaded, and nothing done since
+        self._saved_at = 0  # by save(every=…)
         return World(device, timeout, alone=True)
 
     def _write_run(self, mode: str, options: dict[str, Any]) -> None:
@@ -55,6 +56,11 @@ class AsyncOmniLearn(OmniLearn):
     @property
     def epoch(self) -> int:
         return 0 if self._engine is None else self._chief.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Global batches of samples that were used so far, over epochs and restarts."""
+        return 0 if self._engine is None else int(self._chief.step)
 
     @property
     def counts(self) -> Counts:
@@ -158,12 +164,16 @@ class AsyncOmniLearn(OmniLearn):
 
     # Checkpoints
 
-    def save(self, folder: str | os.PathLike[str], **extra: Any) -> None:
+    def save(self, folder: str | os.PathLike[str], *, every: int | None = None, **extra: Any) -> None:
         """Write a checkpoint: model, optimizer, counts, everybody's position in the data, controller, and ``extra``.
 
         Also in the middle of an epoch, from a callback: the steps under way are waited for, and none begins meanwhile.
+        ``every``: once for every so many global batches.
         """
         engine = self._chief
+        if not self._is_due(every, self._saved_at):
+            return
+        self._saved_at = self.global_step
         checkpoint.check_plain(extra)
         with engine.rest():
             facts = {
@@ -189,7 +199,7 @@ class AsyncOmniLearn(OmniLearn):
         facts = checkpoint.read_into(folder, engine.variables)
         if "asynchronous" in facts:
             engine.load_state_dict(facts["asynchronous"], facts["policy"])
-            self._continues = True
+            self._continues, self._saved_at = True, self.global_step
         self._tell_checkpoint("loaded", folder, engine.step)
         return dict(facts["extra"])
 
