@@ -30,6 +30,17 @@ def counted() -> Any:
         return uses(model), omni._worker.version, omni._worker._step
 
 
+def pinned() -> list[bool]:
+    """Whether the memory shared with the server is, before and after this worker has left."""
+    omni, *_ = counting(24, device="cuda")
+    tensors = omni._worker._tensors
+    assert tensors.shared
+    before = [tensors._arrived.is_pinned(), tensors._outbox.is_pinned()]
+    omni.close()
+    torch.ones(1, device="cuda").cpu()
+    return [*before, tensors._outbox.is_pinned()]
+
+
 def trained() -> Any:
     with OmniLearn(24, mode="async", device="cuda") as omni:
         model = norm_net()
@@ -80,6 +91,10 @@ def test_every_sample_once_on_a_card(gang: Gang) -> None:
     for counts, version, _ in results:
         assert counts == [3.0] * 120
         assert version == sum(steps for _, _, steps in results)
+
+
+def test_what_is_shared_with_the_server_is_pinned(gang: Gang) -> None:
+    assert gang.run(2, pinned) == [[True, True, False]] * 2
 
 
 def test_fused_adam_and_mixed_precision(gang: Gang) -> None:

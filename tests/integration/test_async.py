@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from omnilearn import OmniLearn, OmniLearnError
 from omnilearn.observe import read
+from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.gradient import SWITCH as EARLY
 from omnilearn.pytorch.asynchronous.shared import SWITCH
 from tests.gang import Gang, WorkerError
@@ -55,6 +58,36 @@ def alone(kind: str, micro: int | None) -> tuple[list[torch.Tensor], list[torch.
         plain.step()
         plain.zero_grad()
     return ours, snapshot(twin)
+
+
+def served(threads: int, folder: str) -> tuple[list[torch.Tensor], int]:
+    """The weights, and how many threads the server had, when it was to compute with so many."""
+    with (
+        mock.patch.object(process, "threads", return_value=threads),
+        OmniLearn(24, mode="async", lr_scaling="none", log_dir=folder) as omni,
+    ):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 4)).double()
+        model, optimizer = omni.prepare(model, torch.optim.AdamW(model.parameters()))
+        for x, y in omni.loader(blobs(96), shuffle=True):
+            omni.backward(F.cross_entropy(model(x.double()), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        server = json.loads(Path(folder, "server.json").read_text())["pid"]
+        return snapshot(model), len(os.listdir(f"/proc/{server}/task"))
+
+
+def test_a_server_may_compute_with_several_threads(gang: Gang, tmp_path: Path) -> None:
+    """It is forked, and torch's threads do not survive that: those that serve workers have their own."""
+    ((one, few),) = gang.run(1, served, 1, str(tmp_path / "one"))
+    ((three, more),) = gang.run(1, served, 3, str(tmp_path / "three"))
+    assert equal(one, three)
+    assert more == few + 2
+
+
+def test_the_server_has_threads_where_the_workers_leave_cores_free() -> None:
+    assert [process.threads("cpu", 64), process.threads("cuda", 2), process.threads("cuda", 16)] == [1, 1, 4]
+    assert process.threads("cuda", 200) == process.MOST_THREADS
 
 
 def _joined(parts: list[Any], size: int) -> list[Any]:

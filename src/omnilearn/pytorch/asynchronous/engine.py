@@ -382,6 +382,8 @@ class AsyncEngine:
             with contextlib.suppress(Exception):
                 self._pair.close()
             self._pair = None
+        with contextlib.suppress(Exception):  # of a card that failed, say
+            self._tensors.close()
 
 
 def gate_scheduler(scheduler: Any, instead: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import omnilearn
 from omnilearn.cluster.rendezvous import local_address
-from omnilearn.cluster.resources import detect
+from omnilearn.cluster.resources import cores, detect
 from omnilearn.control import Plan, Problem
 from omnilearn.engine.journal import Journal
 from omnilearn.engine.planning import Planning
@@ -177,6 +177,7 @@ class AsyncOmniLearn(OmniLearn):
             global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
             threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
             lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
+            threads=process.threads(self.device.type, cores()),
         )  # fmt: skip
 
         def build() -> Server:

@@ -46,11 +46,19 @@ LONGEST_LINE = 16 * 2**20
 AT_THE_DOOR = 64
 LINGER = 5.0
 """Seconds that the server waits for somebody to join when all workers are gone and one of them died."""
+MOST_THREADS = 8
+"""Of the server; with more the memory of one machine is no faster."""
 LEAVE_GROUPS = "OMNILEARN_SERVER_GROUPS"
 """Control groups for the server where rank 0 plays a slow machine (set by the emulator, ``os.pathsep`` between)."""
 
 
 # The server's side
+
+
+def threads(device: str, cores: float) -> int:
+    """What the server computes with beside such a worker. On a CPU the workers have all cores; where they compute on
+    cards, the others are free for it, and it is what a large model's steps wait for."""
+    return 1 if device == "cpu" else max(1, min(int(cores) // 4, MOST_THREADS))
 
 
 def start(
@@ -92,7 +100,8 @@ def _leave_home(keep: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.excepthook = sys.__excepthook__
-    # OpenMP's threads did not come along: with one thread none is looked for (as in DataLoader workers).
+    # OpenMP's threads did not come along: with one thread none is looked for (as in DataLoader workers). The threads
+    # that serve workers begin with none, and make their own.
     torch.set_num_threads(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     with contextlib.suppress(OSError):

@@ -45,6 +45,7 @@ class Settings:
     lease_timeout: float
     timeout: timedelta
     expected: int
+    threads: int  # that an update is computed with
 
 
 class Room:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from omnilearn.engine.journal import Journal
 from omnilearn.engine.planning import Planning
 from omnilearn.errors import OmniLearnError, UsageError
@@ -37,6 +39,7 @@ class Server(Training):
 
     def serve(self, member: Member) -> None:
         clean = False
+        torch.set_num_threads(self.settings.threads)
         try:
             member.pair.expect(member.buckets)
             while not clean:

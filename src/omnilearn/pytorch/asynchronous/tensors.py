@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from omnilearn.pytorch.asynchronous import wire
+from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.gradient import Gradient
 from omnilearn.pytorch.asynchronous.owner import Portrait
 from omnilearn.pytorch.asynchronous.wire import Pair
@@ -25,12 +25,15 @@ class Tensors:
         self.trainable, self._device = portrait.trainable, device
         on_card = device.type != "cpu"
         values, flags, self.shared = portrait.values.size, portrait.flags, memory is not None
+        self._unpin = shared.pin(memory) if device.type == "cuda" and memory is not None else lambda: None
         if memory is None:
             memory = torch.zeros(portrait.shared, dtype=torch.uint8, pin_memory=on_card)
         self._arrived, self._outbox = memory[:values], memory[values:]
         self._values = portrait.values.empty(device) if on_card else self._arrived
         self._numbers, self._flags = self._outbox[:values], self._outbox[values : values + portrait.values.count]
         self._rest = self._outbox[values + flags :]
+        self._gathered = portrait.rest.empty(device) if on_card else self._rest
+        self._windows = portrait.rest.views(self._gathered)
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters that lie in memory in another way
         for parameter, view in zip(self.trainable, portrait.values.views(self._values), strict=True):
             view.copy_(parameter.detach())
@@ -51,8 +54,10 @@ class Tensors:
         return [] if self.shared else [self._outbox[len(self._numbers) :]]
 
     def buffers(self) -> list[torch.Tensor]:
-        for view, buffer in zip(self._portrait.rest.views(self._rest), self._portrait.buffers, strict=True):
-            view.copy_(buffer.detach())
+        if self._windows:
+            torch._foreach_copy_(self._windows, [buffer.detach() for buffer in self._portrait.buffers])
+            if self._gathered is not self._rest:
+                self._rest.copy_(self._gathered)
         return [self._rest] if len(self._rest) and not self.shared else []
 
     def receive(self, pair: Pair, parts: int) -> None:
@@ -73,3 +78,8 @@ class Tensors:
                 pair.receive([flat])
                 for view, tensor in zip(layout.views(flat), tensors, strict=True):
                     tensor.data.copy_(view)
+
+    def close(self) -> None:
+        """Nothing travels any more."""
+        self._unpin()
+        self._unpin = lambda: None
