@@ -64,7 +64,7 @@ def test_each_cluster_beside_the_claim_for_its_kind(
     page = render([("s.json", record("sync", [{"a": 1}], summary))])
     assert f"## Synchronous training {title}\n" in page
     assert "Less time than uniform: 50% (the papers: " in page
-    assert claim in page.split("## ")[1]
+    assert claim in page.split("\n## ")[1]
 
 
 def test_what_was_interrupted_says_so() -> None:
@@ -79,6 +79,30 @@ def test_order_does_not_matter(tmp_path: Path) -> None:
     links = ("n.json", record("network", [{"a": 1}], {"links": {"HL2 1Gbit": contest(2.0)}}))
     assert render([sync, links]) == render([links, sync])
     assert "No results yet" in render([])
+
+
+def test_records_of_a_kind_stand_together() -> None:
+    levels, other = ({"levels": {level: contest(2.0)}} for level in ("HL8", "2,2,1,11"))
+    names = {"a.json": levels, "b.json": other, "c.json": levels}
+    page = render((name, record("sync", [{"a": 1}], summary)) for name, summary in names.items())
+    heads = [line for line in page.splitlines() if line.startswith("#")]
+    first, second = "Synchronous training at the papers' levels", "Synchronous training on another cluster"
+    assert heads == ["# Results", f"## {first}", "### a", "### c", f"## {second}", "### b"]
+    assert f"- [{first}](#synchronous-training-at-the-papers-levels): 2 records\n" in page
+    assert f"- [{second}](#synchronous-training-on-another-cluster): 1 record\n" in page
+
+
+@pytest.mark.parametrize("accuracy", [0.008, 0.7])
+def test_accuracies_are_compared_once_something_is_learnt(accuracy: float) -> None:
+    own = dict.fromkeys(
+        ("staleness_p95_vs_plain", "accuracy_gain_vs_plain", "accuracy_gain_equal_samples", "accuracy_gap_to_sync",
+         "samples_per_s_vs_plain", "samples_per_s_vs_sync"), 1.25,
+    )  # fmt: skip
+    outcome = {**own, "accuracy_gain_spread": [0.1, 0.2], "rules": {}}
+    row = {"level": "HL8", "contestant": "plain", "accuracy_equal_samples": accuracy}
+    page = render([("a.json", record("async", [row], {"levels": {"HL8": {"digits": outcome}}}))])
+    assert ("points of accuracy over plain" in page) == (accuracy > 0.1)
+    assert ("too few steps to compare accuracies" in page) == (accuracy < 0.1)
 
 
 def test_every_benchmark_has_a_section() -> None:

@@ -6,6 +6,7 @@ Everything in it comes from the JSON files; same files, same text. A test compar
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,19 +36,37 @@ two P4 cards.
 
 def render(records: Iterable[tuple[str, Data]]) -> str:
     """The page for these records, each with the name of its file."""
-    order = {name: place for place, name in enumerate(SECTIONS)}
-    known = sorted(records, key=lambda item: (order.get(item[1]["bench"], len(order)), item[0]))
-    parts = [HEAD]
-    if not known:
-        parts.append("No results yet: `omnilearn bench sync --json docs/results/sync.json`, then `make results`.\n")
-    for name, record in known:
+    chapters: dict[str, list[tuple[str, Data]]] = {}
+    for name, record in sorted(records, key=lambda item: item[0]):
         if record["bench"] not in SECTIONS:
             raise UsageError(f"{name}: unknown benchmark {record['bench']!r}: there are {', '.join(SECTIONS)}")
-        title, section = SECTIONS[record["bench"]]
-        if record["bench"] in ("sync", "async"):
-            title = f"{title} {CLUSTERS[_cluster(record)][0]}"
-        parts += [f"## {title}\n", _origin(name, record), *section(record)]
+        chapters.setdefault(_title(record), []).append((name, record))
+    parts = [HEAD]
+    if not chapters:
+        parts.append("No results yet: `omnilearn bench sync --json docs/results/sync.json`, then `make results`.\n")
+    order = {name: place for place, name in enumerate(SECTIONS)}
+    titles = sorted(chapters, key=lambda title: order[chapters[title][0][1]["bench"]])
+    parts += [*(f"- [{title}](#{_anchor(title)}): {_count(len(chapters[title]))}" for title in titles), ""]
+    for title in titles:
+        parts.append(f"## {title}\n")
+        for name, record in chapters[title]:
+            parts += [f"### {name.removesuffix('.json')}\n", _origin(name, record)]
+            parts += SECTIONS[record["bench"]][1](record)
     return "\n".join(parts)
+
+
+def _title(record: Data) -> str:
+    title = SECTIONS[record["bench"]][0]
+    return f"{title} {CLUSTERS[_cluster(record)][0]}" if record["bench"] in ("sync", "async") else title
+
+
+def _anchor(title: str) -> str:
+    """What a heading can be linked by."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _count(records: int) -> str:
+    return "1 record" if records == 1 else f"{records} records"
 
 
 CLUSTERS = {
@@ -217,27 +236,39 @@ def _memory(record: Data) -> list[str]:
     ]
 
 
+LEARNT = 0.1
+"""From which accuracy on it says something."""
+
+
 def _async(record: Data) -> list[str]:
     summary = record["summary"]
+    trained = [row for row in record["rows"] if "contestant" in row]
+    trips = [row for row in record["rows"] if "ratio" in row]
+    # Nobody has learnt anything yet in a few steps of a large model: what differs then is chance.
+    learnt = any(row["accuracy_equal_samples"] > LEARNT for row in trained)
+
+    def of_accuracy(*columns: Any) -> tuple[Any, ...]:
+        return columns if learnt else ()
+
     rows = [
-        [level, name, who, own["staleness_p95_vs_plain"], own["accuracy_gain_vs_plain"],
-         _between(*own["accuracy_gain_spread"]),
-         own["accuracy_gain_equal_samples"], own["accuracy_gap_to_sync"], own["samples_per_s_vs_plain"],
-         own["samples_per_s_vs_sync"]]
+        [level, name, who, own["staleness_p95_vs_plain"],
+         *of_accuracy(own["accuracy_gain_vs_plain"], _between(*own["accuracy_gain_spread"]),
+                      own["accuracy_gain_equal_samples"], own["accuracy_gap_to_sync"]),
+         own["samples_per_s_vs_plain"], own["samples_per_s_vs_sync"]]
         for level, outcomes in summary["levels"].items()
         for name, outcome in outcomes.items()
         for who, own in {"dynamic": outcome, **outcome["rules"]}.items()
     ]  # fmt: skip
     columns = [
-        "level", "workload", "contestant", "p95 of staleness over plain's", "points of accuracy over plain",
-        "over seeds", "after equal samples", "points below sync", "samples/s over plain's", "over sync's",
+        "level", "workload", "contestant", "p95 of staleness over plain's",
+        *of_accuracy("points of accuracy over plain", "over seeds", "after equal samples", "points below sync"),
+        "samples/s over plain's", "over sync's",
     ]  # fmt: skip
-    trained = [row for row in record["rows"] if "contestant" in row]
-    trips = [row for row in record["rows"] if "ratio" in row]
+    compared = summary.get("compared", "after equal time, ends of epochs included")
     return [
         "*Plain* is asynchronous training (ASP) with equal batches, *dynamic* OmniLearn's asynchronous mode as it is. "
-        f"Accuracy is compared {summary.get('compared', 'after equal time, ends of epochs included')} "
-        "(the papers: up to 6.9 points more than plain; our goals at HL8: half the p95 of staleness, no worse "
+        + (f"Accuracy is compared {compared} " if learnt else "These are too few steps to compare accuracies ")
+        + "(the papers: up to 6.9 points more than plain; our goals at HL8: half the p95 of staleness, no worse "
         "accuracy, 0.95 of the samples per second).\n",
         table(columns, rows),
         *(_trips(summary, trips) if trips else []),
