@@ -11,7 +11,7 @@ from omnilearn.bench import dynamic, memory, oracle, sync
 from omnilearn.bench.contestants import Block
 from omnilearn.bench.gang import Trace, joined
 from omnilearn.bench.oracle import Curve, Search, fit, neighbours, over
-from omnilearn.bench.results import SECTIONS
+from omnilearn.bench.sections import SECTIONS
 from omnilearn.bench.sync import imbalance, steps_to, waiting, worst
 
 

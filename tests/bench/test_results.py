@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from omnilearn.bench.results import SECTIONS, read, render
+from omnilearn.bench.results import read, render
+from omnilearn.bench.sections import SECTIONS
 from omnilearn.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs"
