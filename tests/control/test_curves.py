@@ -265,3 +265,49 @@ def test_workers_far_apart_are_no_equals_however_little_is_known_of_them() -> No
     assert curves.changes.tolist() == [0, 0, 1]
     times = curves.times(batches)
     assert curves.pooled(batches).times(batches)[2] == pytest.approx(times[2], rel=1e-3)
+
+
+def measured(batches: list[list[int]], alpha: list[float], beta: list[float], noise: float = 0.0) -> Curves:
+    """Several workers' lines after steps with these batches, one list per step; 0: not measured."""
+    random, curves = np.random.default_rng(3), Curves.guess(np.ones(len(alpha)))
+    for step in np.array(batches, dtype=float):
+        curves = curves.observe(step, (np.array(alpha) + np.array(beta) * step) * (1 + noise * random.normal()))
+    return curves
+
+
+def test_who_was_measured_at_one_batch_only_is_taken_to_be_like_the_others() -> None:
+    """Parked after a few steps with 16 samples. That 64 take four times as long is unlikely: for others they do not."""
+    curves = measured([[16, 16]] * 4 + [[64, 0]] * 6 + [[32, 0]] * 4, [0.05, 0.05], [0.0025, 0.0025], noise=0.02)
+    assert curves.times([0, 64])[1] > 0.33, "as if it had no fixed part"
+    guessed = curves.shaped()
+    assert guessed.times([0, 64])[1] == pytest.approx(0.05 + 0.0025 * 64, rel=0.15)
+    assert guessed.times([0, 16])[1] == pytest.approx(curves.times([0, 16])[1])
+    assert guessed.alpha[0] == curves.alpha[0]
+    assert np.array_equal(guessed.info, curves.info), "it is as uncertain as before"
+
+
+def test_a_slower_one_is_not_given_a_larger_fixed_part_than_others_have() -> None:
+    curves = measured([[16, 8]] * 4 + [[64, 0]] * 6 + [[32, 0]] * 4, [0.05, 0.25], [0.0025, 0.0125])
+    assert curves.shaped().alpha[1] == pytest.approx(0.05, rel=0.1)
+
+
+def test_what_nobody_knows_cannot_be_guessed() -> None:
+    curves = measured([[16, 16]] * 4, [0.05, 0.05], [0.0025, 0.0025])
+    assert curves.shaped() is curves
+    assert Curves.guess([1.0, 2.0]).shaped().beta.tolist() == [1.0, 0.5]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([None, 8]))
+def test_guesses_about_shapes_keep_what_was_measured(seed: int, micro: int | None) -> None:
+    random = np.random.default_rng(seed)
+    curves = replace(Curves.guess(np.ones(4)), micro=None if micro is None else np.full(4, micro))
+    for _ in range(int(random.integers(1, 12))):
+        step = random.integers(0, 3, 4) * random.integers(1, 40, 4)
+        curves = curves.observe(step, 0.01 + random.random(4))
+    guessed, at = curves.shaped(), np.maximum(curves.at, 1)
+    seen = curves.seen > 0
+    assert np.all(guessed.alpha >= 0)
+    assert np.all(guessed.beta > 0)
+    np.testing.assert_allclose(guessed.times(at)[seen], curves.times(at)[seen], rtol=2e-3)
+    assert np.array_equal(guessed.alpha[~seen], curves.alpha[~seen])

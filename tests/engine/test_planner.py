@@ -16,7 +16,7 @@ from omnilearn.control import Plan, Problem, Report, State, Uniform
 from omnilearn.data import Sampler
 from omnilearn.engine.peers import Peers
 from omnilearn.engine.planner import Planner, Sizes, Timing
-from omnilearn.engine.pulse import Pulse
+from omnilearn.engine.pulse import Beat, Pulse
 from omnilearn.errors import UsageError
 from omnilearn.observe import EventLog
 
@@ -244,10 +244,10 @@ def test_nobody_waits_for_the_parked_and_they_follow() -> None:
     ],
 )
 def test_a_pulse_is_what_two_looks_agree_on(speeds: list[float], ratio: float) -> None:
-    pulse = Pulse(lambda: 1.0)
+    beat = Beat()
     for speed in speeds:
-        pulse._compare(speed)
-    assert pulse.ratio == pytest.approx(ratio, rel=0.03)
+        beat.compare(speed)
+    assert beat.ratio == pytest.approx(ratio, rel=0.03)
 
 
 def test_a_suspicious_look_is_soon_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The decisions alone, without a training: how long they take, how good they are, what the sampler costs.
 
 Planning is timed for a seeded random cluster of 10,000 workers. Quality is simulated on the clusters of
-``bench.clusters`` with noise, from a uniform start; 1.0 of the oracle is the best split that exists.
+``bench.clusters`` with noise, from a uniform start; 1.0 of the oracle is the best split that exists. So are the papers'
+climbs, step by step (``bench.journey``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from omnilearn.bench import journey
 from omnilearn.bench.clusters import CLUSTERS, Cluster, simulate
 from omnilearn.bench.record import Record, Row, median_and_spread
 from omnilearn.control import Optimal, Policy, Proportional, allocate
@@ -26,6 +28,7 @@ GOALS = {"allocate_ms": 10.0, "replan_ms": 25.0, "sampler_ms_per_4096": 1.0}
 """In milliseconds, for 10,000 workers and 4,096 indices."""
 SAMPLES, CUT = 100_000_000, 4096
 NEAR = 0.97
+CLIMBERS: dict[str, Policy] = {"optimal": Optimal(), "proportional": Proportional()}
 POLICIES: dict[str, Policy] = {"optimal": Optimal(first="uniform"), "proportional": Proportional(first="uniform")}
 
 
@@ -34,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=_positive, help="how often each thing is timed (default: 25, quick: 5)")
     parser.add_argument("--seeds", type=_positive, help="simulations per cluster and policy (default: 20, quick: 3)")
     parser.add_argument("--replans", type=_positive, help="re-plans per simulation (default: 40, quick: 12)")
+    parser.add_argument(
+        "--steps", type=_positive, help="at each level of the simulated climbs (default: 60, quick: 20)"
+    )
     parser.add_argument("--noise", type=float, default=0.05, help="relative noise of step times (default: 0.05)")
 
 
@@ -63,7 +69,18 @@ def run(args: argparse.Namespace) -> Record:
             cluster.name: {row["policy"]: row[key] for row in quality if row["cluster"] == cluster.name}
             for cluster in CLUSTERS
         }
-    return Record("control", rows + quality, summary)
+    steps = args.steps or (20 if args.quick else 60)
+    climbs = [
+        climbing(climb, name, policy, seeds, steps, args.noise)
+        for climb in journey.CLIMBS
+        for name, policy in CLIMBERS.items()
+    ]
+    summary["steps"] = steps
+    summary["climbs"] = {
+        climb.name: {row["policy"]: row["fraction_of_oracle"] for row in climbs if row["climb"] == climb.name}
+        for climb in journey.CLIMBS
+    }
+    return Record("control", rows + quality + climbs, summary)
 
 
 def random_cluster(workers: int, seed: int = 0) -> Cluster:
@@ -115,6 +132,25 @@ def convergence(cluster: Cluster, name: str, policy: Policy, seeds: int, replans
         "lower": median_and_spread(last)["lower"],
         "upper": median_and_spread(last)["upper"],
         "later_changes": float(np.mean(changes)),
+    }
+
+
+def climbing(climb: journey.Climb, name: str, policy: Policy, seeds: int, steps: int, noise: float) -> Row:
+    """How near the optimum a policy is all the way, and how soon after each change of the level."""
+    _say(f"{climb.name}, climb: {name}")
+    stages = [climb.at(level) for level in journey.CLIMB]
+    paces = [journey.travel(stages, policy, steps, noise, seed) for seed in range(seeds)]
+    fractions = median_and_spread([float(1 / np.mean(1 / pace)) for pace in paces])
+    soon = [[float("inf") if k is None else k for k in journey.steps_to_near(pace)] for pace in paces]
+    typical = [median_low(stage) for stage in zip(*soon, strict=True)]
+    return {
+        "climb": climb.name,
+        "policy": name,
+        "fraction_of_oracle": fractions["median"],
+        "lower": fractions["lower"],
+        "upper": fractions["upper"],
+        "steps_to_90": ", ".join("–" if k == float("inf") else str(k) for k in typical),
+        "never": float(np.mean(np.isinf(soon))),
     }
 
 

@@ -259,12 +259,23 @@ def _control(record: Data) -> list[str]:
         for row in record["rows"]
         if "cluster" in row
     ]
+    climbs = [row for row in record["rows"] if "climb" in row]
     return [
         f"Deciding alone, for {summary['workers']:,} workers:\n",
         table(["measured", "median", "quartiles", "goal"], timed),
         f"Simulated from measured curves with {_percent(summary['noise'])} noise, from a uniform start:\n",
         table(["cluster", "policy", "of the oracle", "re-plans to 0.97"], quality),
+        *(_climbs(summary, climbs) if climbs else []),
     ]
+
+
+def _climbs(summary: Data, rows: Sequence[Data]) -> list[str]:
+    columns = ["climb", "policy", "of the oracle", "quartiles", "steps to 0.9, level by level", "levels on which never"]
+    return [
+        f"Simulated climbs HL1 → 2 → 4 → 8 → 4 → 2 → 1, {summary['steps']} steps at each level:\n",
+        table(columns, ([row["climb"], row["policy"], row["fraction_of_oracle"], _spread([row["lower"], row["upper"]]),
+                         row["steps_to_90"], _percent(row["never"])] for row in rows)),
+    ]  # fmt: skip
 
 
 def _measured(record: Data) -> list[str]:

@@ -50,6 +50,9 @@ ALIKE = 2.0
 """Workers whose times differ by less than so many standard deviations are taken for equals…"""
 FAR = 0.15
 """… and by less than this fraction, however little is known of them just after a change…"""
+SHAPELY, GUESS = 0.25, 0.25
+"""A line's shape is known when its fixed part is, to this fraction of the step time (one standard deviation). One that
+is guessed from the others' may be off by this fraction of it."""
 MANY = 256
 """… where there are no more than this: it takes a look at each."""
 FLAT = 1e-3
@@ -163,6 +166,27 @@ class Curves:
             mean[:, group] = (sums / sums[0])[:, None]
         # A trace of their own is left: who gets the odd sample is decided by merit, not by position.
         _, _, alpha, beta = mean + 1e-6 * (lines - mean)
+        return replace(self, alpha=alpha, beta=beta)
+
+    def shaped(self) -> Curves:
+        """Of a worker that was measured at about one batch only nobody knows how its time there splits into a fixed
+        part and one that grows with the batch. The others' lines say what is likely; its time there stays."""
+        at = np.maximum(self.at, 1.0)
+        times, doubt = self.times(at), self.alpha_uncertainty(at)
+        known = doubt < SHAPELY
+        k = np.flatnonzero((self.seen > 0) & ~known)
+        if not k.size or not known.any():
+            return self
+        weight = np.where(known, 1 / np.maximum(doubt, 1e-3) ** 2, 0.0)
+        # So many samples take as long as the fixed part of those who know theirs.
+        shape = weight @ (self.alpha / times) / (weight @ (self.beta / times))
+        # The fixed part is slower or faster with the rest, or it is the same for all: what is less.
+        often = np.broadcast_to(passes(at, self.micro), at.shape)[k]
+        at, times, unsure = at[k], times[k], np.minimum(doubt[k], 1e9) * times[k]
+        likely = np.minimum(times * shape / (shape * often + at), weight @ self.alpha / weight.sum())
+        alpha, beta = self.alpha.copy(), self.beta.copy()
+        alpha[k] += unsure**2 / (unsure**2 + (GUESS * likely) ** 2) * (likely - alpha[k])
+        beta[k] = np.maximum(times - alpha[k] * often, FLAT * times) / at
         return replace(self, alpha=alpha, beta=beta)
 
     def scaled(self, factor: npt.ArrayLike) -> Curves:

@@ -6,7 +6,8 @@ worker's time can be told from the part that grows with its batch. *Trial*: anot
 steps (fewer where it is hopeless) and kept only if the measured step time confirms it; a refuted set is not tried
 again for a while, twice as long each time, unless the others meanwhile became slower than it was or its own workers
 faster. Fewer workers are tried once without a prediction for it: what they are spared alone no line shows. Workers
-that noise alone tells apart count as equals. What is known, and how reports get there, is in ``evidence``.
+that noise alone tells apart count as equals, and who was measured at one batch only is taken to be like the others.
+What is known, and how reports get there, is in ``evidence``.
 
 The way back for a parked worker: the solver wants it (its pulse or the others' curves changed), or nothing was heard
 of it for so long that asking again costs at most PROBE_BUDGET of the time.
@@ -52,7 +53,8 @@ TIE, NOISY_TIE = 0.02, 0.4
 """The least predicted gain for which another set of workers is tried; where steps differ, this part of the noise."""
 CALM, LOOK_BUDGET = 2, 0.04
 """Once a plan has held for so many reports, one worker is tried alone though by its line a step takes longer: where
-that is expected to cost at most this part of the steps for which the plan has held…"""
+that is expected to cost at most this part of the steps for which the plan has held (what nobody is sure of may cost as
+much)…"""
 BEARABLE, DEAR = 1.5, 0.3
 """… and a step no more than so many times as long; at once where acting together costs so much of the step. There, and
 where one alone surprised, half of the workers are tried too."""
@@ -117,8 +119,9 @@ class Optimal:
         if np.any(state.curves.seen[state.plan.sizes > 0] == 0):
             return replace(state, interval=2)
         state = replace(state, curves=nominal(problem, state))
-        state = self._judge(problem, state) if state.trial else self._improve(problem, state)
-        return replace(state, interval=_interval(state))
+        guessed = replace(state, curves=state.curves.shaped())
+        after = self._judge(problem, guessed) if state.trial else self._improve(problem, guessed)
+        return replace(after, curves=state.curves, interval=_interval(after))
 
     def _improve(self, problem: Problem, state: OptimalState) -> OptimalState:
         """Without a trial under way: rebalance, excite, or start a trial."""
@@ -199,7 +202,7 @@ class Optimal:
             least = tie if fewer else max(0.03, self._worth(curves, workers))
             if hurried:
                 least = max(least, MUCH)
-            if workers == state.plan.active or 1 - cautious(candidate, curves, cost, early) / now < least:
+            if workers == state.plan.active or not self._promises(state, candidate, cost, now, least, early):
                 continue
             then = predicted(candidate, curves, cost)
             if workers in refused and refused[workers].stands(state.steps, state.times, then):
@@ -208,6 +211,16 @@ class Optimal:
         if len(state.times) < self.trial_steps:
             return None
         return _worth_a_look(problem, state, cost, now, early, self._usual_trial)
+
+    def _promises(
+        self, state: OptimalState, candidate: Ints, cost: Floats, now: float, least: float, early: bool
+    ) -> bool:
+        """Whether it is predicted to be faster by ``least``: for sure, or perhaps, and the plan has held for so long
+        that finding out costs little."""
+        hoped, feared = (cautious(candidate, state.curves, cost, bold) for bold in (True, early))
+        enough = (1 - least) * now
+        excess = self._usual_trial * max(feared / enough - 1, 0.0)  # in steps
+        return hoped <= enough and excess <= LOOK_BUDGET * (state.steps - state.since)
 
     def _ask_again(self, problem: Problem, state: OptimalState, cost: Floats, now: float) -> tuple[Ints, str] | None:
         """A plan with the parked in it, where they were not heard of for long enough."""

@@ -17,48 +17,24 @@ FIRST, LOOKS = 3, 5
 """The first time it is looked so often; what its speed is, so many times say together."""
 
 
-class Pulse:
-    """A parked worker's own speed, looked at now and then, relative to when it was first looked at.
+class Beat:
+    """What the looks at a parked worker say together: its speed now, relative to the first ones."""
 
-    In a thread of its own: on a slow worker a look takes long, and the others must not wait for this one meanwhile.
-    """
-
-    def __init__(self, speed: Callable[[], float]) -> None:
-        self._speed = speed
-        self._thread: threading.Thread | None = None
-        self._found: list[float] = []
-        self.forget()
-
-    def forget(self) -> float:
-        self.end()
-        self._found.clear()
+    def __init__(self) -> None:
         self._usual, self._looks = 1.0, 0
-        # Not at once: who was just parked is on trial, and a look would show in the measured times.
-        self.ratio, self._suspect, self._last, self._waited = 1.0, 1.0, time.monotonic(), 0.0
-        return self.ratio
+        self.ratio, self._suspect = 1.0, 1.0
 
-    def pause(self) -> None:
-        """Time does not count from now on."""
-        self._waited = time.monotonic() - self._last
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        return EVERY if self._suspect == 1 else AGAIN
 
-    def resume(self) -> None:
-        self._last = time.monotonic() - self._waited
+    @property
+    def repeats(self) -> int:
+        """How often to look then."""
+        return 1 if self._looks else FIRST
 
-    def look(self) -> None:
-        if self._found:
-            self._compare(self._found.pop())
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread = None
-        pause = EVERY if self._suspect == 1 else AGAIN
-        if self._thread is None and time.monotonic() - self._last >= pause:
-            self._last = time.monotonic()
-            self._thread = threading.Thread(target=self._measure, name="omnilearn-pulse", daemon=True)
-            self._thread.start()
-
-    def _measure(self) -> None:
-        self._found.append(median([self._speed() for _ in range(1 if self._looks else FIRST)]))
-
-    def _compare(self, speed: float) -> None:
+    def compare(self, speed: float) -> None:
         if not self._looks:
             self._usual = speed
         off = speed / (self._usual * self.ratio)
@@ -71,6 +47,50 @@ class Pulse:
             self._suspect = 1.0
         else:
             self._suspect = off
+
+
+class Pulse:
+    """Looks at a parked worker's own speed now and then.
+
+    In a thread of its own: on a slow worker a look takes long, and the others must not wait for this one meanwhile.
+    """
+
+    def __init__(self, speed: Callable[[], float]) -> None:
+        self._speed = speed
+        self._thread: threading.Thread | None = None
+        self._found: list[float] = []
+        self.forget()
+
+    @property
+    def ratio(self) -> float:
+        return self._beat.ratio
+
+    def forget(self) -> float:
+        self.end()
+        self._found.clear()
+        # Not at once: who was just parked is on trial, and a look would show in the measured times.
+        self._beat, self._last, self._waited = Beat(), time.monotonic(), 0.0
+        return self.ratio
+
+    def pause(self) -> None:
+        """Time does not count from now on."""
+        self._waited = time.monotonic() - self._last
+
+    def resume(self) -> None:
+        self._last = time.monotonic() - self._waited
+
+    def look(self) -> None:
+        if self._found:
+            self._beat.compare(self._found.pop())
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._thread is None and time.monotonic() - self._last >= self._beat.pause:
+            self._last = time.monotonic()
+            self._thread = threading.Thread(target=self._measure, name="omnilearn-pulse", daemon=True)
+            self._thread.start()
+
+    def _measure(self) -> None:
+        self._found.append(median([self._speed() for _ in range(self._beat.repeats)]))
 
     def end(self) -> None:
         """Wait for a look under way."""
