@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster_helpers import SPIN, leftovers, needs_groups, needs_network, usage
-from tests.waiting import wait_for
+from tests.waiting import gone, wait_for
 
 from omnilearn.cluster import cgroup
 from omnilearn.cluster.emulation import Change, Emulation, Worker
@@ -39,6 +39,20 @@ def spinning(emulator: Emulator) -> Iterator[list[int]]:
 
 def emulate(*cpu: float, changes: tuple[Change, ...] = ()) -> Emulation:
     return Emulation("test", tuple(Worker(cpu=share) for share in cpu), changes)
+
+
+def test_workers_that_start_again_are_others() -> None:
+    """Those before them are ended, and not looked for once their pids may be somebody else's."""
+    with Emulator(emulate(0.3, 0.6), by="throttle") as emulator:
+        with spinning(emulator) as pids:
+            emulator.start_again()
+            assert [emulator.pids(k) for k in range(2)] == [[], []]
+            gone(pids)
+        with spinning(emulator) as pids:
+            assert [emulator.pids(k) for k in range(2)] == [[pid] for pid in pids]
+            slow, fast = usage(pids, 1.0)
+        assert slow < 0.45
+        assert fast > 1.3 * slow
 
 
 @needs_groups
@@ -94,6 +108,8 @@ def test_memory_limit_kills_the_one_that_is_over_it() -> None:
         assert done[1].stdout == b"300000000\n"
         assert emulator.out_of_memory(0)
         assert not emulator.out_of_memory(1)
+        emulator.start_again()
+        assert not emulator.out_of_memory(0), "not those that come after"
         emulator.change(worker=0, memory=1_000_000_000)
         assert subprocess.run(commands[0], capture_output=True, timeout=60).returncode == 0
 

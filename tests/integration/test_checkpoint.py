@@ -10,13 +10,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from omnilearn import OmniLearn
+from omnilearn.pytorch import checkpoint
 from tests.gang import Gang, WorkerError
+from tests.integration.asynchronous import Counter, OneHot, uses
 from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, snapshot
 
 
@@ -117,6 +120,94 @@ def test_all_save_at_the_same_steps_whoever_was_parked(gang: Gang, tmp_path: Pat
     everything, some = (sorted(set(seen)) for _, seen, *_ in results)
     assert everything[-9:] == list(range(1, 10))
     assert set(some) < set(everything), "it was parked"
+
+
+def accumulating_by_hand(folder: str, every: int, together: int, stop: int | None) -> Any:
+    """Steps once for so many batches, as scripts without OmniLearn do. What was used in all, and the steps saved at."""
+    size, saved = 96, []
+    with OmniLearn(8, policy="uniform", seed=5) as omni:
+        model, optimizer = omni.prepare(model := Counter(size), torch.optim.SGD(model.parameters(), lr=8.0))
+        loader = omni.loader(OneHot(size), shuffle=True)
+        omni.resume(folder)
+        done = omni.global_step
+        for i, x in enumerate(loader, start=done + 1):
+            omni.backward(model(x) / len(x))
+            if i % together == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            before = torch.load(path)["sampler"] if (path := Path(folder, "checkpoint.pt")).exists() else None
+            omni.save(folder, every=every)
+            if path.exists() and torch.load(path)["sampler"] != before:
+                saved.append(i)
+            if i == stop:
+                break
+        return uses(model), saved
+
+
+@pytest.mark.parametrize(
+    ("together", "every", "saved"), [(4, 5, [8, 12]), (3, 4, [6, 9, 12]), (2, 2, [2, 4, 6, 8, 10, 12])]
+)
+def test_a_checkpoint_is_behind_a_step_that_was_made(
+    gang: Gang, tmp_path: Path, together: int, every: int, saved: list[int]
+) -> None:
+    """Where the script itself makes a step only now and then: nothing that is in no weight yet counts as used."""
+    ((_, first),) = gang.run(1, accumulating_by_hand, str(tmp_path), every, together, 11)
+    ((used, second),) = gang.run(1, accumulating_by_hand, str(tmp_path), every, together, None)
+    assert first + second == saved
+    assert used == [1.0] * 96
+
+
+def leaving_out(folder: str) -> Any:
+    saved, omni = [], OmniLearn(8, policy="uniform", seed=5, nonfinite="skip")
+    with omni:
+        model, optimizer = omni.prepare(model := mlp(4), torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, _ in omni.loader(Numbered(64), shuffle=True):
+            omni.backward(model(x).mean() * (float("inf") if omni.global_step == 3 else 1.0))
+            optimizer.step()
+            with mock.patch.object(checkpoint, "write", side_effect=lambda *_: saved.append(omni.global_step)):
+                omni.save(folder, every=2)
+            optimizer.zero_grad()
+        return saved, omni.skipped
+
+
+def test_a_step_that_was_left_out_counts_as_one(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(2, leaving_out, str(tmp_path)) == [([2, 4, 6, 8], 1), ([], 1)]
+
+
+def broken_off(folder: str, what: str) -> Any:
+    """Leaves a loop in which rank 1 is parked, and at once does something that all do together."""
+    with OmniLearn(8, policy=Script([[4, 4], [8, 0]]), seed=5, timeout=20) as omni:
+        model, optimizer = omni.prepare(model := mlp(4), torch.optim.Adam(model.parameters()))
+        for x, _ in omni.loader(Numbered(400), shuffle=True):
+            omni.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if omni.global_step == 20:
+                omni.save(folder)
+                break
+        if what == "resume":
+            return omni.resume(folder), omni.global_step
+        return len(omni.loader(Numbered(400), shuffle=True)), omni.global_step
+
+
+@pytest.mark.parametrize(("what", "result"), [("resume", ({}, 20)), ("loader", (50, 20))])
+def test_the_parked_hear_of_a_break_before_what_is_done_together(
+    gang: Gang, tmp_path: Path, what: str, result: Any
+) -> None:
+    assert gang.run(2, broken_off, str(tmp_path), what) == [result] * 2
+
+
+def every_outside(folder: str, mode: str) -> None:
+    with OmniLearn(8, mode=mode) as omni:
+        omni.prepare(model := mlp(4), torch.optim.Adam(model.parameters()))
+        omni.loader(Numbered(16))
+        omni.save(folder, every=2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_counts_the_steps_of_a_loop(gang: Gang, tmp_path: Path, mode: str) -> None:
+    with pytest.raises(WorkerError, match="counts the steps of the training loop: call it there"):
+        gang.run(1, every_outside, str(tmp_path), mode)
 
 
 def test_every_must_be_a_number_of_steps(gang: Gang, tmp_path: Path) -> None:

@@ -115,6 +115,9 @@ def test_machines_come_and_go(tmp_path: Path) -> None:
     epochs, used = ended(tmp_path)
     assert used == [float(epochs)] * SIZE, "exactly once per epoch, whoever was there"
     assert "the machines changed: all start again, 2 workers now (0 of 3 restarts used)" in said
+    kept = sorted(folder.name for folder in (tmp_path / "logs" / "logs").glob("*/attempt_*"))
+    assert kept.count("attempt_0") == 2, "one of each machine"
+    assert kept.count("attempt_0-1") == 1, "of the first machine's first start, which no failure ended"
     assert "a worker was lost: all start again, 1 worker now (1 of 3 restarts used)" in said
 
 

@@ -70,11 +70,13 @@ def add_framework(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_workloads(args: argparse.Namespace, workers: int | None = None, contestants: int = 1) -> None:
+def check_workloads(
+    args: argparse.Namespace, workers: int, contestants: int = 1, *, servers: int = 0, equally: bool = True
+) -> None:
     """Refuse what was asked for and is not there, before anything starts.
 
-    ``workers``: uniform DDP takes part, so the global batch must be so many times the same; and so many ``contestants``
-    take turns in each of them, with a model of their own.
+    In each of so many ``workers`` so many ``contestants`` take turns, with a model of their own, as each server has.
+    ``equally``: uniform DDP is one of them, so the global batch must be so many times the same.
     """
     framework = getattr(args, "framework", "pytorch")
     missing = [name for name in args.model if framework == "tensorflow" and name not in TF_NAMES]
@@ -90,18 +92,19 @@ def check_workloads(args: argparse.Namespace, workers: int | None = None, contes
         what = workload(name, size_of(args), framework)
         if name == "digits":
             (what.data if framework == "tensorflow" else what.dataset)(1)  # says now if scikit-learn is missing
-        if workers and what.global_batch % workers:
+        if equally and what.global_batch % workers:
             near = max(what.global_batch // workers, 1) * workers
             raise InfeasibleError(
                 f"{name} has a global batch of {what.global_batch}, which {workers} workers cannot share equally as "
                 f"uniform DDP does: give --batch {near} or --batch {near + workers}"
             )
-        if workers and framework == "pytorch" and not has_card():
-            need, there = workers * what.memory(contestants), ram()
+        if framework == "pytorch" and not has_card():
+            need, there = workers * what.memory(contestants) + servers * what.memory(1), ram()
             if need > there:
+                beside = f" and {servers} servers" if servers else ""
                 raise InfeasibleError(
                     f"{name} needs at least {need / 1e9:.0f} GB of memory for {workers} workers with {contestants} "
-                    f"models each, and there are {there / 1e9:.0f} GB here: choose another one, or --size small"
+                    f"models each{beside}, and there are {there / 1e9:.0f} GB here: choose another one, or --size small"
                 )
 
 

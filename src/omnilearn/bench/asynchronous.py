@@ -104,8 +104,9 @@ class History:
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_workloads(args)
     emulation = parse(args.emulate, None, cores(), "async") if args.emulate else None
+    workers = emulation.nproc if emulation else 4
+    check_workloads(args, workers, len(CONTESTANTS), servers=len(CONTESTANTS) - 1, equally=False)
     levels = (args.emulate,) if args.emulate else args.levels
     counts = args.workers or (() if args.emulate else WORKERS)
     seeds = {level: args.seeds or (3 if level == HARDEST and not args.quick else 1) for level in levels}

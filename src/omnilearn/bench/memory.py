@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Record:
-    check_workloads(args)
     emulation = parse(args.emulate or CLUSTER, None, cores())
+    check_workloads(args, emulation.nproc, equally=False)
     if not 0 < args.room < 1:
         raise InfeasibleError(f"--room must lie between 0 and 1, got {args.room}")
     if args.worker is not None and not 0 <= args.worker < emulation.nproc:

@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> Record:
     if args.model is None:
         large = ("resnet18",) if args.framework == "pytorch" else ("heavy",)
         args.model = ("even",) if args.quick else (*large, "digits") if find_spec("sklearn") else large
-    check_workloads(args)
     goal = GOALS[args.framework]
     emulation = parse(args.emulate, args.nproc, cores()) if args.emulate else None
+    check_workloads(args, emulation.nproc if emulation else args.nproc or 2, len(CONTESTANTS), equally=False)
     device = "cuda" if emulation and emulation.uses("mps") else args.device
     rows: dict[str, list[Row]] = {}
     models: dict[str, Any] = {}

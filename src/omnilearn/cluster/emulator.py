@@ -60,6 +60,7 @@ class Emulator:
         self._by, self._say = by, say
         self._now = list(emulation.workers)
         self._groups: list[cgroup.Group] = []
+        self._killed_before = [0] * emulation.nproc  # for want of memory, before the workers were last started
         self._server_group: cgroup.Group | None = None
         self._network: netns.Network | None = None
         self._mps: mps.Mps | None = None
@@ -281,8 +282,8 @@ class Emulator:
         return tuple(self._now)
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel killed a process of worker ``rank`` at its memory limit."""
-        return bool(self._groups) and self._groups[rank].out_of_memory > 0
+        """Whether the kernel killed a process of worker ``rank`` at its memory limit, since it was last started."""
+        return bool(self._groups) and self._groups[rank].out_of_memory > self._killed_before[rank]
 
     # -- while the workers run
 
@@ -317,15 +318,16 @@ class Emulator:
 
     def _watch(self) -> None:
         """Applies the schedule; with the throttle, takes hold of each worker as it appears."""
-        pending, start, held = list(self.emulation.changes), 0.0, [0] * self.emulation.nproc
+        pending, start = list(self.emulation.changes), 0.0
+        held: list[list[int]] = [[]] * self.emulation.nproc  # the last of each worker's processes
         while (pending or self._throttle) and not self._end.wait(POLL):
             if not start or self._throttle:
-                counts = [len(self.pids(k)) for k in range(self.emulation.nproc)]
-                for k, count in enumerate(counts):
-                    if count > held[k] and self._throttle:
+                last = [self.pids(k)[-1:] for k in range(self.emulation.nproc)]
+                for k, pid in enumerate(last):
+                    if pid and pid != held[k] and self._throttle:
                         self._set(k, Worker(cpu=self._now[k].cpu))
-                held = counts
-                if not start and all(counts):
+                held = last
+                if not start and all(last):
                     start = time.monotonic()
             step = int.from_bytes(self.progress_file.read_bytes()[:8], "little", signed=True)
             for change in list(pending):
@@ -348,6 +350,14 @@ class Emulator:
             for pid in self.pids(k):
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
+
+    def start_again(self) -> None:
+        """Before the workers are started once more: end what is left of those before them, whose pids others may have
+        by the time the new ones end."""
+        self.kill()
+        self._killed_before = [group.out_of_memory for group in self._groups]
+        for k in range(self.emulation.nproc):
+            self._pids_file(k).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove everything, ending what still runs in it. Nothing the second time, or in a forked child."""

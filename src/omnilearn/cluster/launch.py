@@ -6,12 +6,13 @@ Knows torch.distributed's launcher and nothing of arguments (``run.py``) or limi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,10 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
         command, *arguments = emulator.command_for("${local_rank}", escaped, with_parent=True)
     config.log_line_prefix_template = config.log_line_prefix_template or PREFIX
     out, err = sys.stdout, sys.stderr
-    stderrs = _remember_stderrs(config.logs_specs, lambda line: print(f"omnilearn: {line}", file=err, flush=True))
+    stderrs: dict[int, str] = {}
+    _hear_of_starts(
+        config.logs_specs, stderrs, emulator, lambda line: print(f"omnilearn: {line}", file=err, flush=True)
+    )
     try:
         with _quiet(), console(out, err):
             elastic_launch(config, command)(*arguments)
@@ -106,33 +110,51 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
         emulator.kill()
 
 
-def _remember_stderrs(logs_specs: Any, say: Callable[[str], None]) -> dict[int, str]:
-    """The workers' stderr files by local rank, filled when the agent decides where they are: at every start. It says
-    nothing of starting them again, so we do."""
-    found: dict[int, str] = {}
+def _hear_of_starts(logs_specs: Any, stderrs: dict[int, str], emulator: Emulator, say: Callable[[str], None]) -> None:
+    """At every start of the workers the agent decides where their output goes: keep ``stderrs`` up to date, by local
+    rank. It says nothing of starting them again, so we do."""
     decide, failures = logs_specs.reify, 0
 
     def reify(envs: Any) -> Any:
         nonlocal failures
         before, failures = failures, int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        if found:
-            why = _why_again(found.values()) if failures > before else "the machines changed"
+        if stderrs:
+            why = _why_again(stderrs, emulator) if failures > before else "the machines changed"
             size, most = int(envs[0]["WORLD_SIZE"]), envs[0]["TORCHELASTIC_MAX_RESTARTS"]
             now = "1 worker" if size == 1 else f"{size} workers"
             say(f"{why}: all start again, {now} now ({failures} of {most} restarts used)")
-        found.clear()
+            if failures == before:
+                _keep_logs(stderrs)
+            emulator.start_again()
+        stderrs.clear()
         destinations = decide(envs)
-        found.update(destinations.stderrs)
+        stderrs.update(destinations.stderrs)
         return destinations
 
     logs_specs.reify = reify
-    return found
 
 
-def _why_again(stderrs: Iterable[str]) -> str:
+def _keep_logs(stderrs: Mapping[int, str]) -> None:
+    """The agent's folder for logs is named by the failures so far. Where none led to the next start, it would be used
+    again and what is in it be lost."""
+    folder = Path(next(iter(stderrs.values()))).parents[1]
+    free = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
+    with contextlib.suppress(OSError):
+        folder.rename(next(name for name in free if not name.exists()))
+
+
+def _why_again(stderrs: Mapping[int, str], emulator: Emulator) -> str:
     """Which error ended the workers of this host; those that only say that they lost another one do not tell."""
-    last = [words for path in stderrs if (words := _exception(_tail(path)))]
+    for rank in stderrs:
+        if emulator.out_of_memory(rank):
+            return f"worker {rank} here was {_at_its_limit(emulator, rank)}"
+    last = [words for path in stderrs.values() if (words := _exception(_tail(path)))]
     return next((words[:200] for words in last if not _blames_a_peer(words)), "a worker was lost")
+
+
+def _at_its_limit(emulator: Emulator, rank: int) -> str:
+    limit = units.show_size(emulator.limits[rank].memory or 0)
+    return f"out of memory, killed by the kernel at its emulated limit of {limit}"
 
 
 def _blames_a_peer(words: str) -> bool:
@@ -175,8 +197,7 @@ def _cause(failure: Any, emulator: Emulator) -> str:
     if failure.exitcode >= 0:
         return f"exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL and emulator.out_of_memory(failure.local_rank):
-        limit = emulator.limits[failure.local_rank].memory or 0
-        return f"out of memory, killed by the kernel at its emulated limit of {units.show_size(limit)}"
+        return _at_its_limit(emulator, failure.local_rank)
     hint = " (out of memory? the kernel kills so)" if failure.exitcode == -signal.SIGKILL else ""
     return f"killed by {failure.signal_name()}{hint}"
 

@@ -137,7 +137,8 @@ class Facade(ABC):
 
     @property
     def global_step(self) -> int:
-        """Steps of the job so far, over epochs and restarts; one counts from its ``optimizer.step()`` on.
+        """Steps of the job so far, over epochs and restarts; one counts from its ``optimizer.step()`` on, or, where the
+        script makes none in it, from the next samples on.
 
         The same on all workers that take part, also on one that was parked.
         """
@@ -201,18 +202,37 @@ class Facade(ABC):
         Call it on all ranks after ``prepare``; rank 0 looks. A script that was stopped, or that the launcher starts
         again because a worker died or machines came and went, so goes on by itself (docs/checkpoints.md).
         """
-        self._prepared("resume()")
+        self._between_loops("resume()")
         return self.load(folder) if self._is_saved(folder) else None
 
-    def _is_due(self, every: int | None, since: int | None = None) -> bool:
-        """Whether ``save(every=…)`` saves now. The number of the step decides, which is the same on all that take part;
-        or, where this worker does not see them one by one, whether it should have ``since`` the step of the last."""
+    def _between_loops(self, what: str) -> Any:
+        """The engine, for what all do together and not inside a training loop."""
+        engine = self._prepared(what)
+        if engine.source is not None:
+            raise UsageError(f"{what} inside the training loop: call it before")
+        engine.settle()
+        return engine
+
+    def _is_due(self, every: int | None) -> bool:
+        """Whether ``save(every=…)`` saves now: the same on all workers that take part."""
         if every is None:
             return True
         if every < 1:
             raise InfeasibleError(f"every must be at least 1, got {every}")
-        step = self.global_step
-        return step > 0 and step % every == 0 if since is None else step // every > since // every
+        before, now = self._last_step()
+        return before // every < now // every
+
+    @abstractmethod
+    def _last_step(self) -> tuple[int, int]:
+        """The job's steps before the last step that was made, and behind it; twice the same if none was made since the
+        samples under way were asked for. Raises outside of the loop, where there is no such step."""
+
+    @staticmethod
+    def _no_loop() -> UsageError:
+        return UsageError(
+            "save(every=…) counts the steps of the training loop: call it there, after optimizer.step() or "
+            "omni.step(…); between epochs call save() without it"
+        )
 
     def _is_saved(self, folder: str | os.PathLike[str]) -> bool:
         """Whether rank 0 sees a checkpoint there: the same on all ranks."""

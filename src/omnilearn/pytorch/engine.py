@@ -89,6 +89,7 @@ class SyncEngine(SyncLoop):
         self._broken_off: Piece | None = None  # the one at which a loop was left early
         world.explain = self._explain
         self._backwards = 0  # of the current micro-batch
+        self.stepped = 0, 0  # the job's steps before the optimizer's last step, and behind it
         self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
         self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
@@ -105,6 +106,14 @@ class SyncEngine(SyncLoop):
 
     def form(self, workers: Workers) -> None:
         self.membership.enter(workers)
+        self._wrapped_anew()
+
+    def wrap(self) -> None:
+        """Wrap the model anew, for the same workers."""
+        self.membership.wrap()
+        self._wrapped_anew()
+
+    def _wrapped_anew(self) -> None:
         if self.membership.wrapped is not None:
             self.clock.restart(untimed=REBUILT)
 
@@ -282,11 +291,17 @@ class SyncEngine(SyncLoop):
             return False
         if self.piece is not None and not self._backwards:
             raise UsageError(f"optimizer.step() before omni.backward(loss) in step {self.piece.share.step}")
-        return self._finite()
+        if not self._finite():
+            self._stepped()  # as if it had been done
+            return False
+        return True
 
     def _stepped(self) -> None:
         if self.piece is not None and self.source is not None and self.done:
             self.source.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
+            now = self.source.sampler.step
+            if now != self.stepped[1]:
+                self.stepped = self.stepped[1], now
 
     def _finite(self) -> bool:
         """Whether the step may be done, as far as its gradient is concerned: the same on all ranks."""
@@ -319,6 +334,7 @@ class SyncEngine(SyncLoop):
             "optimizer": self.optimizer.state_dict(),
             "others": [other.state_dict() for other in self.others],
             "unused": self.membership.find_unused,
+            "stepped": self.stepped,
         }
 
     def unpack(self, state: dict[str, Any]) -> None:
@@ -330,6 +346,7 @@ class SyncEngine(SyncLoop):
         for other, saved in zip(self.others, state["others"], strict=True):
             other.load_state_dict(saved)
         self.membership.find_unused = state["unused"]
+        self.stepped = state.get("stepped", self.stepped)
 
     def _broadcast(self) -> None:
         """Start with rank 0's parameters and buffers on all ranks."""

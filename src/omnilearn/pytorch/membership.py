@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnilearn.engine.loop import Workers
+from omnilearn.errors import PeerFailure
 from omnilearn.pytorch import parcel, reduction
 from omnilearn.pytorch.world import World
 
@@ -161,13 +162,20 @@ class Membership:
         return blob, works
 
     def _send(self, piece: torch.Tensor, target: int | None) -> Any:
-        return None if target is None else dist.isend(piece, target, group=self._world.control)
+        if target is None:
+            return None
+        with self._world.naming_the_culprit(_sending(target)):
+            return dist.isend(piece, target, group=self._world.control)
 
     def flush(self) -> None:
         """Wait until the training state that was sent has arrived."""
         if self._delivery is not None:
             self._delivery.wait()
             self._delivery = None
+
+
+def _sending(target: int) -> str:
+    return f"sending the training state to rank {target}"
 
 
 class _Delivery(threading.Thread):
@@ -183,7 +191,7 @@ class _Delivery(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._world.naming_the_culprit(f"sending the training state to rank {self._target}"):
+            with self._world.naming_the_culprit(_sending(self._target)):
                 while self._works:
                     self._works.popleft().wait(self._timeout)
         except Exception as error:
@@ -194,7 +202,11 @@ class _Delivery(threading.Thread):
         if self.ident is None:
             self.run()
         else:
-            self.join()
+            limit = self._world.timeout.total_seconds()
+            self.join(limit)
+            if self.is_alive():  # at the end of a script there is less patience than when it began
+                self.drop()
+                raise PeerFailure(f"rank {self._target} has not taken the training state for {limit:g} s")
         if self._error is not None:
             raise self._error
 

@@ -183,6 +183,7 @@ class OmniLearn(Facade):
         if not train:
             check_options(options, train=False)
             return EvalLoader(engine, data, self.device, self.global_batch, **options)
+        engine.settle()
         with self._world.alike():
             check_options(options, train=True)
             loader = self._train_loader(engine, data, bool(shuffle), options)
@@ -280,7 +281,7 @@ class OmniLearn(Facade):
         ``every``: in the loop, after ``optimizer.step()``: save after every so many steps of the job, else do nothing.
         """
         engine = self._prepared("save()")
-        if every is not None and (engine.accumulating or not self._is_due(every)):
+        if not self._is_due(every):
             return
         if engine.accumulating or (engine.piece is not None and engine._backwards and not engine.done):
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
@@ -312,7 +313,14 @@ class OmniLearn(Facade):
         if self.rank == workers[0]:
             self._tell_checkpoint("saved", folder)
         # A continued run begins with a new wrapper, whose first step adds up in another order: this run does the same.
-        engine.membership.wrap()
+        engine.wrap()
+        engine.restart_clock()
+
+    def _last_step(self) -> tuple[int, int]:
+        engine = self._prepared("save()")
+        if engine.source is None:
+            raise self._no_loop()
+        return engine.stepped if engine.stepped[1] == self.global_step and not engine.accumulating else (0, 0)
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Continue from a checkpoint; call it on all ranks after ``prepare``. Returns what ``save`` got as extra.
@@ -320,17 +328,15 @@ class OmniLearn(Facade):
         Rank 0 reads the file and sends it to the others. On the same number of workers the run goes on bit for bit
         (with a policy whose plans do not depend on timings); on another number it goes on with the next samples.
         """
-        engine = self._prepared("load()")
-        if engine.source is not None:
-            raise UsageError("load() inside the training loop: call it before")
-        engine.settle()
+        engine = self._between_loops("load()")
         state = checkpoint.receive(self._world, folder)
         try:
             engine.unpack(state)
-            engine.membership.wrap()
+            engine.wrap()
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
         self._resume(state["policy"], state["sampler"])
+        engine.stepped = engine.step, engine.step
         if self.is_main:
             self._tell_checkpoint("loaded", folder, engine.step)
         if self.rank in state["random"]:
@@ -354,7 +360,7 @@ class OmniLearn(Facade):
         self._engine.planner.drain()
         with contextlib.suppress(OmniLearnError, RuntimeError):  # who parked may be behind, and needs what it was sent
             self._engine.membership.flush()
-            self._world.flush(self._timeout)
+            self._world.flush(self._world.timeout)
 
     def _abandon(self) -> None:
         """Leave the others, whatever they do."""

@@ -311,6 +311,12 @@ class OmniLearn(Facade):
                 error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
         for message in filter(None, self._world.gather(error, group) if group else [error]):
             raise UsageError(message)
+        engine.restart_clock()
+
+    def _last_step(self) -> tuple[int, int]:
+        if self._prepared("save()").source is None:
+            raise self._no_loop()
+        return max(self.global_step - 1, 0), self.global_step
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Continue from a checkpoint; call it on all ranks after ``prepare``. Returns what ``save`` got as extra.
@@ -318,10 +324,7 @@ class OmniLearn(Facade):
         Rank 0 reads the file and sends it to the others. On another number of workers the run goes on with the next
         samples.
         """
-        engine = self._prepared("load()")
-        if engine.source is not None:
-            raise UsageError("load() inside the training loop: call it before")
-        engine.settle()
+        engine = self._between_loops("load()")
         facts: dict[str, Any] = {}
         with self._world.alike():
             if self.is_main:

@@ -351,6 +351,7 @@ class AsyncEngine:
         if together:
             self.settle()
         self._ask(wire.SAVE, "saving a checkpoint", note={**note, "together": together})
+        self.restart_clock()
 
     def load(self, folder: str) -> dict[str, Any]:
         self.settle()

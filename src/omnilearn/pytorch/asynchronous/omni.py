@@ -173,14 +173,14 @@ class AsyncOmniLearn(OmniLearn):
         # Copied before the server is forked: it cannot use a card.
         copies, state = Portrait(model).copies(), to_main_memory(optimizer.state_dict())
         folder = self.log_dir
-        settings = Settings(
-            global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
-            threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
-            lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
-            threads=process.threads(self.device.type, cores()),
-        )  # fmt: skip
 
         def build() -> Server:
+            settings = Settings(
+                global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
+                threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
+                lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
+                threads=process.threads(self.device.type, cores()),
+            )  # fmt: skip
             owner = Owner(model, optimizer, others, copies, state)
             planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
             server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self.backend, self._options))
@@ -255,7 +255,7 @@ class AsyncOmniLearn(OmniLearn):
         self._prepared("save()")
         engine = self._worker
         inside = engine.loader is not None
-        if every is not None and inside and (engine.accumulating or not self._is_due(every, self._saved_at)):
+        if not self._is_due(every):
             return
         if engine.accumulating:
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
@@ -270,10 +270,7 @@ class AsyncOmniLearn(OmniLearn):
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Continue from a checkpoint of either mode; call it on all workers after ``prepare``. The server reads it."""
-        self._prepared("load()")
-        engine = self._worker
-        if engine.loader is not None or engine.begun:
-            raise UsageError("load() belongs before the first training loop")
+        engine = self._between_loops("load()")
         note = engine.load(os.path.abspath(folder))
         self._saved_at = engine.global_step
         for i, state in note["local"].items():
@@ -281,6 +278,19 @@ class AsyncOmniLearn(OmniLearn):
         if note["random"] is not None:
             checkpoint.restore_random_state(note["random"], self.device)
         return dict(note["extra"])
+
+    def _between_loops(self, what: str) -> AsyncEngine:
+        self._prepared(what)
+        if self._worker.loader is not None or self._worker.begun:
+            raise UsageError(f"{what} belongs before the first training loop")
+        return self._worker
+
+    def _last_step(self) -> tuple[int, int]:
+        """Other workers make steps meanwhile: since the last time there was something to save."""
+        engine = self._worker
+        if engine.loader is None:
+            raise self._no_loop()
+        return (0, 0) if engine.accumulating else (self._saved_at, engine.global_step)
 
     def _is_saved(self, folder: str | os.PathLike[str]) -> bool:
         """Whether the first worker sees a checkpoint there: it is on the server's host."""

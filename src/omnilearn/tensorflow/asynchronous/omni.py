@@ -60,7 +60,8 @@ class AsyncOmniLearn(OmniLearn):
     @property
     def global_step(self) -> int:
         """Global batches of samples that were used so far, over epochs and restarts."""
-        return 0 if self._engine is None else int(self._chief.step)
+        self._prepared("global_step")
+        return int(self._chief.step)
 
     @property
     def counts(self) -> Counts:
@@ -171,7 +172,7 @@ class AsyncOmniLearn(OmniLearn):
         ``every``: once for every so many global batches.
         """
         engine = self._chief
-        if not self._is_due(every, self._saved_at):
+        if not self._is_due(every):
             return
         self._saved_at = self.global_step
         checkpoint.check_plain(extra)
@@ -193,15 +194,24 @@ class AsyncOmniLearn(OmniLearn):
 
         Also on another number of workers. One of synchronous mode gives model and optimizer alone.
         """
-        engine = self._chief
-        if engine.running:
-            raise UsageError("load() inside the training loop: call it before")
+        engine = self._between_loops("load()")
         facts = checkpoint.read_into(folder, engine.variables)
         if "asynchronous" in facts:
             engine.load_state_dict(facts["asynchronous"], facts["policy"])
             self._continues, self._saved_at = True, self.global_step
         self._tell_checkpoint("loaded", folder, engine.step)
         return dict(facts["extra"])
+
+    def _between_loops(self, what: str) -> AsyncEngine:
+        self._prepared(what)
+        if self._chief.running:
+            raise UsageError(f"{what} inside the training loop: call it before")
+        return self._chief
+
+    def _last_step(self) -> tuple[int, int]:
+        if not self._chief.running:
+            raise self._no_loop()
+        return self._saved_at, self.global_step
 
     # The end
 
