@@ -18,7 +18,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
 omni = OmniLearn(global_batch=128)
 half = torch.float16 if omni.device.type == "cuda" else torch.bfloat16
 scaler = torch.amp.GradScaler(omni.device.type, enabled=half == torch.float16)
-model, optimizer = omni.prepare(model, optimizer)
+model, optimizer, scaler = omni.prepare(model, optimizer, scaler)
 loader = omni.loader(data, shuffle=True)
 
 for epoch in range(4):

@@ -163,7 +163,7 @@ def test_a_climb_through_the_levels(tmp_path: Path) -> None:
         (
             WORKERS + "[[change]]\nat_step = 7\nworker = 0\ncpu = 1.5\n"
             "[[change]]\nat_second = 1\nworker = 1\ncpu = 0.3",
-            ["2.5 cores", "in any order"],
+            ["2.5 cores", "if changes by step and by second come together"],
         ),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from omnilearn import OmniLearn
-from tests.gang import Gang
+from tests.gang import Gang, WorkerError
 from tests.integration.common import Numbered, Script, blobs, equal, mlp, norm_net, run_epochs, snapshot
 from tests.waiting import wait_for
 
@@ -54,6 +54,20 @@ def test_everything_is_alike_after_every_epoch(gang: Gang, optimizer: str, worke
         for states, _, _ in results[1:]:
             assert equal(results[0][0][epoch], states[epoch]), f"after epoch {epoch}"
     assert {steps for *_, steps in results} == {12}, "the scheduler of a parked worker too"
+
+
+def with_a_scheduler_of_its_own() -> None:
+    with OmniLearn(16, policy=Script(PARKING), seed=1) as omni:
+        model = mlp()
+        opt: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+        model, opt = omni.prepare(model, opt)
+        run_epochs(omni, model, opt, omni.loader(blobs(400), shuffle=True), after=scheduler.step)
+
+
+def test_a_scheduler_that_is_not_known_is_noticed_before_models_differ_for_long(gang: Gang) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: .*learning rates differ .* rank 2: .*learning rates differ"):
+        gang.run(3, with_a_scheduler_of_its_own)
 
 
 def without_threads() -> Any:

@@ -165,7 +165,7 @@ def check(emulation: Emulation, cores: float) -> None:
     _check(emulation.spec, workers, cores, "")
     if len({change.at_second is None for change in emulation.changes}) > 1:
         most = [emulation.at_most(k) for k in range(emulation.nproc)]
-        _check(emulation.spec, most, cores, " at most: changes by step and by second may come in any order;")
+        _check(emulation.spec, most, cores, " if changes by step and by second come together, as they may")
     for change in emulation.changes:
         for index, worker in change.values:
             workers[index] = workers[index].merged(worker)
@@ -176,8 +176,8 @@ def _check(spec: str, workers: Sequence[Worker], cores: float, when: str) -> Non
     shares = [worker.cpu for worker in workers if worker.cpu is not None]
     if math.fsum(shares) > cores + 1e-6:
         raise InfeasibleError(
-            f"emulation {spec!r} asks for {math.fsum(shares):.4g} cores{when}, this machine has {cores:.4g}: "
-            f"ask for less, or give ratios ({','.join(f'{share:g}' for share in shares)}) to have them scaled"
+            f"emulation {spec!r} asks for {math.fsum(shares):.4g} cores{when}, and this machine has {cores:.4g}: "
+            f"ask for less, or give ratios (--emulate {','.join(f'{share:g}' for share in shares)}) to have them scaled"
         )
     for index, worker in enumerate(workers):
         if worker.cpu is not None and worker.cpu < SMALLEST:

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,17 @@ def _why_again(stderrs: Mapping[int, str], emulator: Emulator) -> str:
         if emulator.out_of_memory(rank):
             return f"worker {rank} here was {_at_its_limit(emulator, rank)}"
     last = [words for path in stderrs.values() if (words := _exception(_tail(path)))]
-    return next((words[:200] for words in last if not _blames_a_peer(words)), "a worker was lost")
+    return next((_short(words) for words in last if not _blames_a_peer(words)), "a worker was lost")
 
 
 def _at_its_limit(emulator: Emulator, rank: int) -> str:
     limit = units.show_size(emulator.limits[rank].memory or 0)
     return f"out of memory, killed by the kernel at its emulated limit of {limit}"
+
+
+def _short(words: str) -> str:
+    """For a headline; all of it stands below or in the log files."""
+    return textwrap.shorten(words, 300, placeholder=" …")
 
 
 def _blames_a_peer(words: str) -> bool:
@@ -178,7 +184,7 @@ def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: st
     first, others = failures[order[0]], order[1:]
     lines = _tail(stderrs.get(first.local_rank, ""))
     named = _exception(lines)
-    cause = f"{named[:200]} ({_cause(first, emulator)})" if named else _cause(first, emulator)
+    cause = f"{_short(named)} ({_cause(first, emulator)})" if named else _cause(first, emulator)
     name = f"rank {order[0]}" if isinstance(order[0], int) else order[0]
     print(f"omnilearn: {name} failed first{where}: {cause}", file=sys.stderr)
     if lines:
@@ -186,7 +192,7 @@ def _report(failures: Any, stderrs: dict[int, str], emulator: Emulator, logs: st
     for rank in others:
         words = _exception(_tail(stderrs.get(failures[rank].local_rank, "")))
         print(
-            f"omnilearn: then rank {rank}: {(words or _cause(failures[rank], emulator))[:200]}",
+            f"omnilearn: then rank {rank}: {_short(words or _cause(failures[rank], emulator))}",
             file=sys.stderr,
         )
     print(f"omnilearn: all workers were ended. {logs}", file=sys.stderr)

@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.default = os.environ.get("PET_NPROC_PER_NODE")
             ours._add_action(action)
         elif action.option_strings:
+            if action.dest == "shutdown_timeout":
+                action.help = "seconds until workers that do not end are ended by force (default: 5)"
             theirs._add_action(action)
         else:
             action.help = {"training_script": "the script to run", "training_script_args": "its arguments"}[action.dest]

@@ -72,8 +72,9 @@ class Facade(ABC):
         self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of
         self._park, self._micro_batch, self._nonfinite = park, micro_batch, nonfinite
         return {
-            "global_batch": global_batch, "policy": self._policy, "min_batch": min_batch, "max_batch": max_batch,
-            "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch, "nonfinite": nonfinite, "seed": seed,
+            "global_batch": global_batch, "policy": _in_words(self._policy), "min_batch": min_batch,
+            "max_batch": max_batch, "multiple_of": multiple_of, "park": park, "micro_batch": micro_batch,
+            "nonfinite": nonfinite, "seed": seed,
         }  # fmt: skip
 
     def _open(self, mode: str, options: dict[str, Any], log_dir: str | os.PathLike[str] | None) -> None:
@@ -304,3 +305,9 @@ class Facade(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("iterate over the batches that it gives (loader(…), dataset(…)), not over the OmniLearn object")
+
+
+def _in_words(policy: Policy) -> str:
+    """The same on all ranks for the same policy: not where it lies in memory."""
+    kind = type(policy)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(policy)

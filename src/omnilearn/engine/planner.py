@@ -32,9 +32,10 @@ log = logging.getLogger("omnilearn")
 
 GROWING = 4
 """Steps with a batch LEAP times the largest before that say little on a CPU: the allocator learns what to keep."""
-LEFT_AT, PULSE, MICRO, FAILED, HEADER = slice(0, 2), 2, 3, 4, 5
+LEFT_AT, PULSE, MICRO, FAILED, RATE, HEADER = slice(0, 2), 2, 3, 4, 5, 6
 """What a rank tells of itself before its timings: where it left the loop (-1: it did not), its pulse, its largest
-micro-batch (0: not known), and with how many samples it ran out of memory since (0: it did not)."""
+micro-batch (0: not known), with how many samples it ran out of memory since (0: it did not), and its learning rates,
+added up."""
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -79,6 +80,7 @@ class _Answer(NamedTuple):
     micro: tuple[int, ...]  # everybody's largest micro-batch (0: not known)
     failed: tuple[int, ...]  # the samples with which each ran out of memory (0: it did not)
     state: State
+    rates: dict[int, float]  # the learning rates of those who take part, where they differ
 
 
 @dataclass
@@ -137,8 +139,9 @@ class Planner:
         notify: Callable[[Plan, int], None],
         events: EventLog | None = None,
         memory: Memory | None = None,
+        rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._memory = memory
+        self._memory, self._rate = memory, rate
         self._world, self._clock, self.policy, self.problem = world, clock, policy, problem
         self._notify, self._events = notify, events or EventLog(None, world.rank)
         self.state: State = policy.start(problem)
@@ -255,6 +258,7 @@ class Planner:
         if self._memory is not None:
             sent[MICRO], sent[FAILED] = self._memory.micro_batch or 0, self._memory.failed
             self._memory.failed = 0
+        sent[RATE] = self._rate()
         sent[LEFT_AT] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[PULSE] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
@@ -279,6 +283,13 @@ class Planner:
         if answer.stop is not None:
             self._reset(self.state, answer.stop.step)
             return answer.stop
+        if answer.rates:
+            told = ", ".join(f"rank {rank}: {rate:g}" for rank, rate in answer.rates.items())
+            raise UsageError(
+                f"the learning rates differ between workers ({told}), and so their models will: a scheduler that "
+                f"prepare() does not know stands still while its worker is parked: model, optimizer, scheduler = "
+                f"omni.prepare(model, optimizer, scheduler)"
+            )
         before, self.state = self.state.plan, answer.state
         plan = self.state.plan
         if plan.batches != before.batches:
@@ -321,7 +332,10 @@ class Planner:
             busy, wait = table[:, rows][:, 0::2].T, table[:, rows][:, 1::2].T
             report = Report.of(np.asarray(exchange.sizes), busy, wait, measured=busy > 0, pulse=table[:, PULSE])
             state = self.policy.update(self._holding(micro), state, report)
-        return _Answer(stop, tuple(table[:, PULSE].tolist()), micro, failed, state)
+        here = [rank for rank in range(self._world.size) if rank not in exchange.parked]
+        rates = dict(zip(here, table[here, RATE].tolist(), strict=True))
+        differ = stop is None and len(set(rates.values())) > 1
+        return _Answer(stop, tuple(table[:, PULSE].tolist()), micro, failed, state, rates if differ else {})
 
     def _rows_of(self, exchange: _Exchange) -> Floats:
         """What everybody said. Those who were parked all the while may be late: nobody waits for them."""

@@ -13,6 +13,9 @@ from omnilearn.engine.planner import Sizes
 
 log = logging.getLogger("omnilearn")
 
+SPAN = 0.2
+"""Seconds of steps that are thought about together, at least: one of some milliseconds says little."""
+
 
 class Planning:
     """One plan for all workers, without a barrier: a worker follows it from its next lease on."""
@@ -67,7 +70,8 @@ class Planning:
         before = self._rates.get(rank)
         self._rates[rank] = batch / seconds if before is None else 0.7 * before + 0.3 * batch / seconds
         self._rows[rank].append((batch, seconds))
-        if sum(map(len, self._rows.values())) >= max(self.state.interval, 1) * len(self._ranks):
+        enough = sum(map(len, self._rows.values())) >= max(self.state.interval, 1) * len(self._ranks)
+        if enough and max(sum(took for _, took in steps) for steps in self._rows.values()) >= SPAN:
             plan = self.state.plan
             self.state = self._policy.update(self.problem, self.state, self._report())
             self._rows = {rank: [] for rank in self._ranks}

@@ -76,7 +76,8 @@ class SyncEngine(SyncLoop):
         domain = self.memory.domain
         self.memory.sharers = world.gather(domain).count(domain)
         self.shortage = Shortage(world.rank, self.memory, events)
-        super().__init__(world, Planner(world, self.clock, policy, problem, on_plan, events, self.memory), events)
+        planner = Planner(world, self.clock, policy, problem, on_plan, events, self.memory, self._rate)
+        super().__init__(world, planner, events)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
@@ -219,7 +220,8 @@ class SyncEngine(SyncLoop):
             raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
         if not self.model.used():
             raise UsageError(
-                "the loss was not computed with the model that prepare() returned: use that one in the loop"
+                "the loss was not computed with the model that prepare() returned: call that one in the loop, "
+                "model(x); its other methods do not count as a call"
             )
         self._loss = loss.detach()
         if not self.weight:
@@ -290,7 +292,10 @@ class SyncEngine(SyncLoop):
         if self.accumulating:
             return False
         if self.piece is not None and not self._backwards:
-            raise UsageError(f"optimizer.step() before omni.backward(loss) in step {self.piece.share.step}")
+            raise UsageError(
+                f"optimizer.step() before omni.backward(loss) in step {self.piece.share.step}: it takes the place of "
+                f"loss.backward()"
+            )
         if not self._finite():
             self._stepped()  # as if it had been done
             return False
@@ -302,6 +307,11 @@ class SyncEngine(SyncLoop):
             now = self.source.sampler.step
             if now != self.stepped[1]:
                 self.stepped = self.stepped[1], now
+
+    def _rate(self) -> float:
+        """The learning rates, added up: those that can be read without waiting for a card."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return sum(float(rate) for rate in rates if not (torch.is_tensor(rate) and rate.is_cuda))
 
     def _finite(self) -> bool:
         """Whether the step may be done, as far as its gradient is concerned: the same on all ranks."""

@@ -47,7 +47,8 @@ class OmniLearn(Facade):
             optimizer.zero_grad()
 
     ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
-    ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object like
+    those, with ``start``, ``update`` and ``restore`` (``omnilearn.control.Policy``).
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation). What memory
@@ -289,9 +290,8 @@ class OmniLearn(Facade):
         engine.share_buffers()
         workers = engine.participants
         group = engine.membership.talk(workers)
-        states = self._world.gather(checkpoint.random_state(self.device), group) if group is not None else [
-            checkpoint.random_state(self.device)
-        ]  # fmt: skip
+        mine = checkpoint.random_state(self.device)
+        states = [mine] if group is None else self._world.gather(mine, group, "saving a checkpoint")
         error = None
         if self.rank == workers[0]:
             state = {

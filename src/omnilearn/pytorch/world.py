@@ -29,6 +29,10 @@ from omnilearn.pytorch import exchange
 
 log = logging.getLogger("omnilearn")
 
+ALONE = (
+    "it stands still, or it never came here: what workers do together (save, mean, evaluation, the loops) must be "
+    "called on all of them, not under 'if omni.is_main'"
+)
 NOTE_WAIT = timedelta(seconds=2)
 """How long to wait for the note of a peer whose connection broke. It is written before, so this is generous."""
 
@@ -80,13 +84,13 @@ class World(Peers):
             found = self.gather(resources.detect(str(self.device), measure=True))
         return tuple(found)
 
-    def gather(self, value: Any, group: Any = None) -> list[Any]:
+    def gather(self, value: Any, group: Any = None, doing: str = "exchanging values") -> list[Any]:
         """Every rank's value, in rank order, on every rank of the group (all ranks by default)."""
         group = group or self.control
         if group is None:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(group)
-        with self.naming_the_culprit("exchanging values"):
+        with self.naming_the_culprit(doing):
             dist.all_gather_object(values, value, group=group)
         return values
 
@@ -126,7 +130,10 @@ class World(Peers):
             note = self._note_of_a_peer()
             if note is not None:
                 raise PeerFailure(f"rank {note['rank']} failed while this rank was {doing}: {note['error']}") from None
-            raise PeerFailure(f"lost the connection to a peer while {doing} ({str(error).splitlines()[0]})") from error
+            late = f": {ALONE}" if "timed out" in str(error).lower() else ""
+            raise PeerFailure(
+                f"lost the connection to a peer while {doing} ({str(error).splitlines()[0]}){late}"
+            ) from error
 
     def report_failure(self, error: BaseException) -> None:
         """Leave a note for the peers. The first failure is the one they will name."""
@@ -155,7 +162,10 @@ class World(Peers):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             with contextlib.suppress(Exception):
-                get_error_handler().record_exception(error)
+                try:
+                    raise error.with_traceback(trace)  # the handler formats what is being handled
+                except Exception:
+                    get_error_handler().record_exception(error)
         self._previous_hook(kind, error, trace)
 
     def close(self) -> None:

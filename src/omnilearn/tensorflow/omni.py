@@ -45,7 +45,8 @@ class OmniLearn(Facade):
 
     ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
     ``mode``: "sync", or "async" (parameter servers; ``fit`` only, see docs/tensorflow.md).
-    ``policy``: "optimal", "proportional", "static", "uniform", or an object with the same three methods.
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object like
+    those, with ``start``, ``update`` and ``restore`` (``omnilearn.control.Policy``).
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).

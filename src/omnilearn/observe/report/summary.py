@@ -15,6 +15,8 @@ from omnilearn.observe.report.chart import number
 from omnilearn.observe.report.history import Run
 from omnilearn.observe.words import duration
 
+MOSTLY = 0.9
+"""Of the time that a plan held."""
 SAME = 0.05
 """Speeds that differ by less are about the same."""
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -86,6 +88,12 @@ def all_equal(run: Run) -> bool:
     return bool(run.phases) and all(equal(phase.batches) for phase in run.phases)
 
 
+def _mostly_equal(run: Run) -> bool:
+    """Whether other batches were but looked at."""
+    lasted = [(phase.end - phase.first, equal(phase.batches)) for phase in run.phases]
+    return sum(length for length, level in lasted if level) > MOSTLY * sum(length for length, _ in lasted)
+
+
 def _same_work(a: Run, b: Run) -> bool:
     return len(a.workers) == len(b.workers) and a.global_batch == b.global_batch and a.mode == b.mode
 
@@ -137,6 +145,8 @@ def _gained(run: Run, others: Sequence[Run]) -> str:
         return ""
     if all_equal(run):
         return "Every worker had the same batch all the time, as in plain data parallelism."
+    if _mostly_equal(run):
+        return "Nearly all the time every worker had the same batch: there was nothing to gain against that."
     found = gain(run, others)
     if found is None:
         return "What was gained against equal batches is not known: they were not measured, and nor were enough curves."

@@ -244,7 +244,8 @@ class AsyncEngine:
             raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
         if not self.model.used():
             raise UsageError(
-                "the loss was not computed with the model that prepare() returned: use that one in the loop"
+                "the loss was not computed with the model that prepare() returned: call that one in the loop, "
+                "model(x); its other methods do not count as a call"
             )
         self._backwards += 1
         self._loss = loss.detach()
@@ -271,7 +272,7 @@ class AsyncEngine:
         if self.piece is None:
             raise UsageError("optimizer.step() belongs inside the loop over omni.loader(…)")
         if not self._unpushed:
-            raise UsageError("optimizer.step() before omni.backward(loss)")
+            raise UsageError("optimizer.step() before omni.backward(loss), which takes the place of loss.backward()")
         shares, self._unpushed = self._unpushed, []
         samples = sum(share.total for share in shares)
         begin, version = time.perf_counter(), self.version
