@@ -33,8 +33,10 @@ def compute_loss(batch):
 
 
 for epoch in range(4):
+    total = seen = 0
     for batch in loader:
-        loss = omni.step(compute_loss, batch)
-    mean = omni.mean(loss)
+        total += omni.step(compute_loss, batch).item() * len(batch[0])
+        seen += len(batch[0])
+    mean = omni.mean(total / max(seen, 1), weight=seen)  # a worker that was parked has seen nothing
     if omni.is_main:
         print(f"epoch {epoch}: loss {mean:.3f}, batches {omni.plan.batches}")

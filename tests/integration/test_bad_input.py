@@ -31,6 +31,11 @@ def case(name: str) -> None:
         "maximums": {"max_batch": 4},
         "multiple": {"multiple_of": 5},
         "device": {"device": "cuda:7" if odd else "cpu"},
+        "unknown device": {"device": "gpu"},
+        "no bool": {"park": "no"},
+        "no seed": {"seed": "a"},
+        "no timeout": {"timeout": "1h"},
+        "half a sample": {"min_batch": 2.5},
     }.get(name, {})
     try:
         if name == "versions" and odd:
@@ -89,6 +94,11 @@ CASES = {
     "options": "OmniLearn's options differ between ranks: seed is 0 on rank 0 and 1 on rank 1",
     "versions": "package versions differ between ranks: omnilearn",
     "device": "on rank 1: device 'cuda:7' was asked for",
+    "unknown device": "device 'gpu' is unknown: use 'cpu', 'cuda' or 'cuda:1'",
+    "no bool": "park must be True or False, got 'no'",
+    "no seed": "seed must be a whole number, got 'a'",
+    "no timeout": "timeout must be a positive number of seconds, got '1h'",
+    "half a sample": "min_batch must be a whole number of at least 1, got 2.5",
     "minimums": "global_batch 3 is below the sum of the workers' minimums 4",
     "norm minimums": "global_batch 3 is below the sum of the workers' minimums 4",
     "maximums": "maximums hold 8 samples",

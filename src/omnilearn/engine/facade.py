@@ -36,6 +36,11 @@ def check_mode(mode: str, staleness: str, threshold: int | None, lr_scaling: str
         raise InfeasibleError("staleness and threshold belong to mode='async': leave them out, or set the mode")
 
 
+def check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise InfeasibleError(f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
 class Facade(ABC):
     """Base of the frameworks' ``OmniLearn``. They make ``_world`` first, then take the options and open the events."""
 
@@ -65,8 +70,12 @@ class Facade(ABC):
         if not isinstance(global_batch, int) or global_batch < 1:
             raise InfeasibleError(f"global_batch must be a whole number of at least 1, got {global_batch!r}")
         for name, value in (("min_batch", min_batch), ("max_batch", max_batch), ("micro_batch", micro_batch)):
-            if value is not None and value < 1:
-                raise InfeasibleError(f"{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InfeasibleError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(park, bool):
+            raise InfeasibleError(f"park must be True or False, got {park!r}")
+        if not isinstance(seed, int):
+            raise InfeasibleError(f"seed must be a whole number, got {seed!r}")
         self._policy = control.policy(policy)
         self.global_batch, self.seed = global_batch, seed
         self._min_batch, self._max_batch, self._multiple_of = min_batch, max_batch, multiple_of

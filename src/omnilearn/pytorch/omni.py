@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from omnilearn.control import Policy
 from omnilearn.data import Sampler
-from omnilearn.engine.facade import Facade, check_mode
+from omnilearn.engine.facade import Facade, check_mode, check_timeout
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.pytorch import attempt, checkpoint, checks
 from omnilearn.pytorch.engine import SyncEngine
@@ -47,8 +47,8 @@ class OmniLearn(Facade):
             optimizer.zero_grad()
 
     ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
-    ``policy``: "optimal", "proportional", "static", "uniform", or an object like
-    those, with ``start``, ``update`` and ``restore`` (``omnilearn.control.Policy``).
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object with ``start``, ``update`` and ``restore``
+    (``omnilearn.control.Policy``).
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation). What memory
@@ -98,8 +98,8 @@ class OmniLearn(Facade):
         lease_timeout: float = 60.0,
         join: str | None = None,
     ) -> None:
-        self._timeout = timedelta(seconds=timeout)
-        self._world = self._meet_world(device, self._timeout, join)
+        check_timeout(timeout)
+        self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
             check_mode(mode, staleness, threshold, lr_scaling)
             checks.options(mode, compress, lease_timeout, join)

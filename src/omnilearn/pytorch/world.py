@@ -189,7 +189,10 @@ def _device(choice: str | torch.device | None) -> torch.device:
     wanted = choice or os.environ.get("OMNILEARN_DEVICE")
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise InfeasibleError(f"device {wanted!r} is unknown: use 'cpu', 'cuda' or 'cuda:1'") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InfeasibleError(f"device {wanted!r} was asked for, but PyTorch sees no CUDA device: use device='cpu'")

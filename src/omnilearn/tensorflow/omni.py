@@ -15,7 +15,7 @@ import numpy as np
 from omnilearn.control import Policy
 from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
-from omnilearn.engine.facade import Facade, check_mode
+from omnilearn.engine.facade import Facade, check_mode, check_timeout
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.tensorflow import checkpoint
 from omnilearn.tensorflow.asynchronous.cluster import join
@@ -45,8 +45,8 @@ class OmniLearn(Facade):
 
     ``global_batch``: samples per step, all workers together. It stays the same, so a learning rate chosen for it holds.
     ``mode``: "sync", or "async" (parameter servers; ``fit`` only, see docs/tensorflow.md).
-    ``policy``: "optimal", "proportional", "static", "uniform", or an object like
-    those, with ``start``, ``update`` and ``restore`` (``omnilearn.control.Policy``).
+    ``policy``: "optimal", "proportional", "static", "uniform", or an object with ``start``, ``update`` and ``restore``
+    (``omnilearn.control.Policy``).
     ``min_batch``, ``max_batch``: bounds of an active worker's share (found: 2 with BatchNorm, else 1; no maximum).
     ``multiple_of``: shares are multiples of it. ``park``: whether a worker that slows the others down may sit out.
     ``micro_batch``: a share above it is computed in several passes, reduced once (gradient accumulation).
@@ -89,6 +89,7 @@ class OmniLearn(Facade):
         seed: int = 0,
         timeout: float = 1800.0,
     ) -> None:
+        check_timeout(timeout)
         self._world = self._meet_world(device, timeout)
         with self._world.alike():
             check_mode(mode, staleness, threshold, lr_scaling)
