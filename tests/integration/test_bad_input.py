@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import omnilearn
-from omnilearn import OmniLearn
+from omnilearn import OmniLearn, control
 from tests.gang import Gang, WorkerError
-from tests.integration.common import Script, blobs, mlp, norm_net
+from tests.integration.common import Script, blobs, mlp, norm_net, run_epochs
 
 
 def case(name: str) -> None:
@@ -84,6 +84,30 @@ def case(name: str) -> None:
             omni.backward(F.cross_entropy(model(x), y))
         if name == "no weight":
             omni.mean(1.0, weight=0)
+
+
+class Own:
+    """A policy that a user wrote: no ``__repr__``."""
+
+    def start(self, problem: Any) -> Any:
+        return control.Uniform().start(problem)
+
+    def update(self, problem: Any, state: Any, report: Any) -> Any:
+        return state
+
+    def restore(self, problem: Any, saved: Any) -> Any:
+        return self.start(problem)
+
+
+def own_policy() -> Any:
+    with OmniLearn(12, policy=Own()) as omni:
+        model, optimizer = omni.prepare(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+        run_epochs(omni, model, optimizer, omni.loader(blobs(24)))
+        return omni.plan.batches
+
+
+def test_a_policy_of_ones_own_is_the_same_on_all_ranks(gang: Gang) -> None:
+    assert gang.run(2, own_policy) == [(6, 6)] * 2
 
 
 CASES = {

@@ -44,6 +44,17 @@ def test_plain_torchrun(tmp_path: Path) -> None:
     assert "rank 1 of 2: 4 steps" in done.stdout
 
 
+def test_plain_torchrun_says_where_a_script_failed(tmp_path: Path) -> None:
+    failing = SCRIPT.replace("    if steps == 4:\n        break", "    raise ValueError('a bad sample')")
+    (tmp_path / "script.py").write_text(failing)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1
+    summary = done.stderr.partition("Root Cause")[2]
+    assert "raise ValueError('a bad sample')" in summary
+    assert "NoneType: None" not in summary
+
+
 def test_a_break_before_the_end_of_a_script_leaves_nobody_waiting(tmp_path: Path) -> None:
     """Rank 0 is parked when rank 1 breaks out of the loop and ends, without another word to it."""
     (tmp_path / "script.py").write_text(SCRIPT)

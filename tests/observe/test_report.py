@@ -77,6 +77,20 @@ def test_one_run(tmp_path: Path) -> None:
     assert marks == ["mark plan", "mark parking"] * 2  # for wide and narrow screens
 
 
+def test_equal_batches_that_were_kept_are_no_gain(tmp_path: Path) -> None:
+    """Others were tried for some steps, and the first steps are slow anyway: no reason to speak of a gain."""
+    folder = sync_run(tmp_path / "run", 4, 400)
+    path = folder / "rank-0.jsonl"
+    made = [json.loads(line) for line in path.read_text().splitlines()]
+    plans = [event for event in made if event["kind"] == "plan"]
+    back = {**plans[1], "step": 40, "batches": plans[0]["batches"], "reason": "rebalance", "t": plans[1]["t"] + 0.1}
+    made.insert(made.index(plans[1]) + 1, back)
+    path.write_text("".join(json.dumps(event) + "\n" for event in made))
+    said = parsed(page([load(folder)])).text
+    assert "there was nothing to gain against that" in said
+    assert "times as fast as with equal batches" not in said
+
+
 def test_a_gain_that_was_not_measured_is_called_predicted(tmp_path: Path) -> None:
     folder = sync_run(tmp_path / "run", 4, 400)
     path = folder / "rank-0.jsonl"

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -254,3 +256,17 @@ def test_no_memory_is_offered_to_another_host(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     monkeypatch.setenv(shared.SWITCH, "0")
     assert shared.offer("127.0.0.1:1", 100) is None
+
+
+def test_steps_of_milliseconds_are_thought_about_together() -> None:
+    """Each of them is much noise: two equal workers must not end with 63 and 1."""
+    planning, random = Planning(control.policy("optimal"), problem), np.random.default_rng(0)
+    planning.roster({0: cpu(1), 1: cpu(1)})
+    updates = mock.Mock(side_effect=planning._policy.update)
+    with mock.patch.object(type(planning._policy), "update", lambda _, *args: updates(*args)):
+        for _ in range(300):
+            for rank in (0, 1):
+                blip = 4.0 if random.random() < 0.05 else 1.0
+                planning.record(rank, planning.batch(rank), (0.003 + 1e-6 * planning.batch(rank)) * blip)
+    assert updates.call_count == pytest.approx(300 * 0.0035 / 0.2, abs=2)
+    assert min(planning.plan.batches) >= 24

@@ -90,7 +90,7 @@ def all_equal(run: Run) -> bool:
 
 def _mostly_equal(run: Run) -> bool:
     """Whether other batches were but looked at."""
-    lasted = [(phase.end - phase.first, equal(phase.batches)) for phase in run.phases]
+    lasted = [(min(phase.end, run.steps) - phase.first, equal(phase.batches)) for phase in run.phases]
     return sum(length for length, level in lasted if level) > MOSTLY * sum(length for length, _ in lasted)
 
 
