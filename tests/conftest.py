@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,10 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.gang import Gang
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # A shell starts background jobs so, and what tests start would ignore their Ctrl-C, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _kept: set[int] = set()  # processes that outlive a test on purpose
 _OF_THE_MACHINE = (
