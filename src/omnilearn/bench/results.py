@@ -24,7 +24,8 @@ DistributedDataParallel with equal batches, *oracle* the best of all fixed split
 several noisy ones is that partly by luck: records made after 2026-11-15, 15:26 UTC compare each round with the split
 that was the fastest in the other rounds, older ones with the fastest of all. In records made before 18:46 UTC of that
 day on CPUs, equal contestants may differ by a tenth: by page faults, and by when it was their turn. In those made
-before 2026-11-17, 14:00 UTC OmniLearn learns more slowly on CPUs: each new largest batch took three slow steps.
+before 2026-11-17, 14:00 UTC OmniLearn learns more slowly on CPUs: each new largest batch took three slow steps. In
+those before 2026-11-18, 21:40 UTC whoever was parked after steps with one batch only was tried again late.
 
 The papers (Tyagi and Sharma, ACSOS 2020 and OmniLearn 2025) claim 14–85% less training time, 26% on average, on CPU
 clusters of their heterogeneity levels; 4 times the speed for ResNet-50 on a GPU + CPU pair, and 4.5 times on two T4 and
