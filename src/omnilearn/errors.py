@@ -1,5 +1,8 @@
 """The errors OmniLearn raises. Each message says what was wrong, the value seen and the way out."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class OmniLearnError(Exception):
     """Base of all errors raised by OmniLearn."""
@@ -15,3 +18,18 @@ class UsageError(OmniLearnError, RuntimeError):
 
 class PeerFailure(OmniLearnError, RuntimeError):
     """Another worker failed. The message names its rank and its error."""
+
+
+class OutOfStepError(UsageError):
+    """Workers wait for each other in different places, or for one that has ended: they can never meet. The message says
+    who is where, by line of the script."""
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """ ", did you mean …?" for a word that is like one of the known ones, else "".
+
+    >>> meant("evry", ["every", "folder"])
+    ", did you mean 'every'?"
+    """
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f", did you mean {near[0]!r}?" if near else ""

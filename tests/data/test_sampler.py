@@ -99,7 +99,7 @@ def test_exactly_once_under_any_plans_and_prefetching(data: st.DataObject, size:
                     break
                 batches = sampler.batches_at(share.step)
                 assert share.total <= sum(batches)
-                assert share.sizes == batches or size - share.end <= sum(cluster.minimums)
+                assert share.sizes == batches or share.end == size
                 seen[rank].append(share)
             while consumed < min(map(len, seen)):
                 sampler.consumed(seen[0][consumed])
@@ -172,41 +172,42 @@ def test_another_order_each_epoch_and_the_same_in_each_run() -> None:
 
 @given(cluster=clusters(), size=st.integers(1, 200))
 @settings(deadline=None, max_examples=200)
-def test_minimums_hold_and_batches_are_not_exceeded(cluster: Cluster, size: int) -> None:
-    total, everyone = sum(cluster.batches), sum(cluster.minimums)
-    assume(size >= max(cluster.minimums))
+def test_the_last_step_is_what_is_left_and_those_who_take_part_stay(cluster: Cluster, size: int) -> None:
+    total = sum(cluster.batches)
     sampler = Sampler(size, cluster.batches, minimum=cluster.minimums)
-    steps = sizes(sampler)
+    active = tuple(k for k, batch in enumerate(cluster.batches) if batch)
+    steps = list(zip(*(sampler.shares(rank) for rank in range(len(cluster.batches))), strict=True))
     assert len(steps) == sampler.steps == -(-size // total)
-    assert all(step == cluster.batches for step in steps[:-2])
-    for step in steps:
-        assert sum(step) <= total
-        assert not any(got for got, batch in zip(step, cluster.batches, strict=True) if not batch)
-    # Where two steps can hold all minimums, every active worker has at least its own and at most its batch.
-    if (total >= cluster.needs + everyone) if len(steps) > 1 else (size >= cluster.needs):
-        for step in steps:
-            for got, batch, low in zip(step, cluster.batches, cluster.minimums, strict=True):
-                assert low <= got <= batch or got == batch == 0
-    # Where anybody can hold anything, whoever takes part has at least its minimum.
-    if len(steps) == 1 or total >= 2 * max(cluster.minimums):
-        assert all(got == 0 or got >= low for step in steps for got, low in zip(step, cluster.minimums, strict=True))
+    assert [shares[0].total for shares in steps] == [total] * (size // total) + [size % total] * (size % total > 0)
+    for shares in steps:
+        sizes = shares[0].sizes
+        assert all(share.active == active for share in shares)
+        assert sizes == cluster.batches or sum(sizes) == size % total
+        for rank, (got, batch, low) in enumerate(zip(sizes, cluster.batches, cluster.minimums, strict=True)):
+            assert got == 0 or batch
+            assert got == 0 or got >= low or sum(sizes) < min(cluster.minimums[k] for k in active)
+            # Who has none of its own computes samples of this step, which do not count.
+            assert len(shares[rank].lent) == (batch > 0 and got == 0)
+            assert set(shares[rank].lent.tolist()) <= set(indices([shares]))
+        if sum(sizes) >= cluster.needs:
+            assert all(sizes[k] >= cluster.minimums[k] for k in active)
 
 
-@given(data=st.data(), minimums=st.lists(st.integers(1, 5), min_size=1, max_size=5), size=st.integers(1, 300))
+@given(data=st.data(), size=st.integers(1, 200), batch=st.integers(1, 40), last=st.sampled_from(["keep", "merge"]))
 @settings(deadline=None, max_examples=200)
-def test_minimums_hold_under_parking_changes(data: st.DataObject, minimums: list[int], size: int) -> None:
-    """The same global batch, twice all minimums: whoever is parked or comes back, and when, minimums hold."""
-    total = 2 * sum(minimums) + data.draw(st.integers(0, 10))
-    assume(size >= sum(minimums))
-    sampler = Sampler(size, data.draw(plans(minimums, total)), minimum=minimums)
-    steps = 0
-    for share in sampler.shares(0):
-        steps += 1
-        for got, batch, low in zip(share.sizes, sampler.batches_at(share.step), minimums, strict=True):
-            assert low <= got <= batch or got == batch == 0
+def test_global_batches_do_not_depend_on_the_workers(data: st.DataObject, size: int, batch: int, last: str) -> None:
+    """The same samples in the same steps, for one worker and for several whose plans change."""
+    workers = data.draw(st.integers(2, min(batch, 5) if batch > 1 else 2))
+
+    def any_plan() -> tuple[int, ...]:
+        return data.draw(plans([1] * workers, batch)) if workers <= batch else (batch,) + (0,) * (workers - 1)
+
+    one = Sampler(size, [batch], seed=3, last=last)
+    several = Sampler(size, any_plan(), seed=3, last=last)
+    for alone, *shares in zip(one.shares(0), *(several.shares(rank) for rank in range(workers)), strict=True):
+        assert alone.indices.tolist() == indices([shares])
         if data.draw(st.booleans()):
-            sampler.schedule(data.draw(plans(minimums, total)), at=share.step + 1)
-    assert steps == sampler.steps == -(-size // total)
+            several.schedule(any_plan(), at=alone.step + 1)
 
 
 @pytest.mark.parametrize(
@@ -214,18 +215,16 @@ def test_minimums_hold_under_parking_changes(data: st.DataObject, minimums: list
     [
         (12, (6, 2), 1, [(6, 2), (3, 1)]),  # the rest in proportion
         (13, (6, 2), 1, [(6, 2), (4, 1)]),
-        (10, (6, 2), 2, [(4, 2), (2, 2)]),  # 2 left for two workers that need 2 each: the step before lends 2
-        (11, (6, 2), 2, [(5, 2), (2, 2)]),
-        (12, (6, 2), 2, [(6, 2), (2, 2)]),  # 4 left: enough
-        (17, (8, 0), 4, [(8, 0), (4, 0), (5, 0)]),  # no more is lent than leaves this step its minimum of 4
-        (19, (8, 0), 2, [(8, 0), (7, 0), (4, 0)]),  # a parked worker's minimum counts: it may be back by then
+        (10, (6, 2), 2, [(6, 2), (2, 0)]),  # 2 left for two workers that need 2 each: one has them
+        (12, (6, 2), 2, [(6, 2), (2, 2)]),
+        (17, (8, 0), 4, [(8, 0), (8, 0), (1, 0)]),  # fewer than the minimum: a bound of shares, not of what can be done
         (5, (4, 4), 3, [(5, 0)]),  # an epoch of one step too small for both
         (3, (4, 6), 3, [(0, 3)]),  # the largest batch goes first
         (9, (4, 9, 6), (4, 9, 6), [(0, 9, 0)]),  # as many as fit, largest first
         (12, (4, 9, 6), (4, 9, 6), [(0, 12, 0)]),
         (13, (4, 9, 6), (4, 9, 6), [(4, 9, 0)]),
-        (5, (2, 2), 2, [(3, 0), (2, 0)]),  # nothing to lend without going below a minimum: fewer take part
-        (3, (2,), 2, [(2,), (1,)]),  # the documented limit: one worker, its batch its minimum
+        (31, (10, 10, 10), 1, [(10, 10, 10), (1, 0, 0)]),
+        (1, (2, 2), 1, [(1, 0)]),
     ],
 )
 def test_tail(
@@ -236,7 +235,30 @@ def test_tail(
     assert sorted(indices(epoch_of(sampler, len(batches)))) == list(range(size))
 
 
-def test_a_restore_onto_a_bigger_world_in_the_last_step_lets_fewer_take_part() -> None:
+def test_the_rest_may_be_merged_with_the_step_before() -> None:
+    sampler = Sampler(31, (6, 2, 2), last="merge")
+    assert sampler.steps == 3
+    assert sizes(sampler) == [(6, 2, 2), (6, 2, 2), (7, 2, 2)]
+    assert sorted(indices(epoch_of(sampler, 3))) == list(range(31))
+    assert sizes(Sampler(7, (6, 2, 2), last="merge")) == [(4, 2, 1)], "an epoch that is smaller than a step"
+    assert sizes(Sampler(20, (6, 2, 2), last="merge")) == [(6, 2, 2)] * 2
+
+
+def test_a_last_step_too_small_for_the_model_is_refused() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"31 samples, the last step of an epoch has 1 sample.*fewer than 2.*merge"
+    ):
+        Sampler(31, (6, 4), smallest=2)
+    assert Sampler(31, (6, 4), smallest=2, last="merge").steps == 3
+    assert Sampler(31, (6, 4), smallest=2, last="drop").steps == 3
+    other = Sampler(31, (6, 3), smallest=2, seed=5)
+    with pytest.raises(InfeasibleError, match="with 10 samples, the last step"):
+        Sampler(31, (6, 3), smallest=2, seed=5).load_state_dict(other.state_dict() | {"offset": 21, "step": 2})
+    with pytest.raises(InfeasibleError, match="last must be one of 'keep', 'merge', 'drop', got 'wrap'"):
+        Sampler(31, (6, 4), last="wrap")
+
+
+def test_a_restore_onto_a_bigger_world_in_the_last_step_lets_some_have_none() -> None:
     small = Sampler(20, [8, 8], minimum=2)
     small.consumed(next(small.shares(0)))
     big = Sampler(20, [4] * 8, minimum=3)
@@ -255,7 +277,7 @@ def test_a_rest_below_every_minimum_goes_to_the_active_worker_that_misses_its_ow
 def test_drop_last_leaves_out_the_incomplete_step(cluster: Cluster, size: int) -> None:
     total = sum(cluster.batches)
     assume(size >= total)
-    sampler = Sampler(size, cluster.batches, minimum=cluster.minimums, drop_last=True)
+    sampler = Sampler(size, cluster.batches, minimum=cluster.minimums, last="drop")
     assert sampler.steps == sampler.remaining_steps == size // total
     steps = epoch_of(sampler, len(cluster.batches))
     assert [shares[0].sizes for shares in steps] == [cluster.batches] * (size // total)
@@ -343,7 +365,7 @@ def test_position_moves_with_what_is_consumed_not_with_what_is_prefetched() -> N
 
 
 def test_an_iterator_does_not_outlive_a_jump_of_the_position() -> None:
-    sampler = Sampler(25, [6, 4], drop_last=True)
+    sampler = Sampler(25, [6, 4], last="drop")
     shares, to_the_end = sampler.shares(0), sampler.shares(1)
     next(shares)
     for _ in range(2):
@@ -434,8 +456,7 @@ def test_a_broken_state_is_refused() -> None:
         (5, [3, 2], {"minimum": [1, 0]}, "worker 1: .* minimum 0"),
         (5, [3, 2], {"minimum": 3}, "worker 1: batch 2 is below its minimum 3"),
         (5, [3, 2], {"minimum": [1]}, "1 values for 2 workers"),
-        (5, [8, 8], {"minimum": 6}, "5 samples, .* is 6"),
-        (5, [3, 3], {"drop_last": True}, "5 samples, the global batch is 6"),
+        (5, [3, 3], {"last": "drop"}, "5 samples, the global batch is 6"),
     ],
 )
 def test_what_cannot_work_is_refused(size: int, batches: list[int], options: dict, match: str) -> None:
@@ -444,7 +465,7 @@ def test_what_cannot_work_is_refused(size: int, batches: list[int], options: dic
 
 
 def test_a_plan_that_cannot_work_is_refused_and_changes_nothing() -> None:
-    sampler = Sampler(10, [5, 5], minimum=2, drop_last=True)
+    sampler = Sampler(10, [5, 5], minimum=2, last="drop")
     for batches in ([10, 1], [-1, 11], [0, 0], [9, 1]):
         with pytest.raises(InfeasibleError):
             sampler.schedule(batches, at=0)

@@ -61,6 +61,8 @@ def counting(size: int, **options: Any) -> tuple[OmniLearn, Any, Any, Any]:
     """An OmniLearn object, model, optimizer and loader for counting."""
     ballast, workers = options.pop("ballast", 0), options.pop("num_workers", 0)
     options = {"lr_scaling": "none", "policy": "uniform", "mode": "async", "timeout": SECONDS, **options}
+    if options.get("mode") == "sync":
+        options.pop("lr_scaling", None)
     omni = OmniLearn(options.pop("global_batch", 24), **options)
     model = Counter(size, ballast)
     model, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

@@ -242,16 +242,16 @@ def stream(size: int, workers: int, plans: list[list[int]]) -> Any:
             assert omni.epoch == epoch
             for x, i in loader:
                 omni.step(lambda x: model(x).mean(), x)
-                seen += i.tolist()
-                sizes.append(len(i))
+                seen += i.tolist()[: omni.samples]
+                sizes.append(omni.samples)
         return seen, sizes, snapshot(model)
 
 
-@pytest.mark.parametrize(("size", "workers"), [(33, 0), (30, 1)])
+@pytest.mark.parametrize(("size", "workers"), [(34, 0), (30, 1)])
 def test_stream_is_read_exactly_once(gang: Gang, size: int, workers: int) -> None:
     results = gang.run(2, stream, size, workers, [[5, 3], [2, 6], [8, 0], [3, 5]])
     assert sorted(i for seen, _, _ in results for i in seen) == sorted([*range(size)] * 3)
-    assert min(n for _, sizes, _ in results for n in sizes) >= 2, "also at the end of the stream"
+    assert min(n for _, sizes, _ in results for n in sizes if n) >= 2, "also at the end of the stream"
     assert equal(results[0][2], results[1][2])
 
 
@@ -322,7 +322,7 @@ def prefetching(folder: str, workers: int) -> Any:
         model = nn.Linear(4, 1)
         model, _ = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         keep = {"persistent_workers": True} if workers else {}
-        loader = omni.loader(Counting(61, path), shuffle=True, num_workers=workers, **keep)
+        loader = omni.loader(Counting(61, path), shuffle=True, num_workers=workers, check_data=False, **keep)
         inner, used, followed = loader.dataloader, [], set()
         for _ in range(3):
             for x, i in loader:
@@ -446,24 +446,25 @@ def test_two_of_them_side_by_side(gang: Gang) -> None:
 
 
 def normed() -> Any:
-    with OmniLearn(8, policy="optimal") as omni:
+    with OmniLearn(8, park=False) as omni:
         model, _ = omni.prepare(model := norm_net(), torch.optim.SGD(model.parameters(), lr=0.1))
         assert omni._engine is not None
         assert omni._engine.planner.problem.minimum.tolist() == [2, 2, 2]
         sizes: list[int] = []
-        loader = omni.loader(blobs(49), shuffle=True)  # 49 = 6·8 + 1: a tail of one sample
+        loader = omni.loader(blobs(50), shuffle=True)  # 50 = 6·8 + 2: two samples for three workers in the end
         for _ in range(4):
             for x, y in loader:
                 omni.step(lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y))
-                sizes.append(len(x))
+                sizes.append((len(x), omni.samples))
         return sizes, snapshot(model)
 
 
 def test_batchnorm_never_gets_a_single_sample(gang: Gang) -> None:
     results = gang.run(3, normed)
     sizes = [size for seen, _ in results for size in seen]
-    assert min(sizes) >= 2
-    assert sum(sizes) == 4 * 49
+    assert min(computed for computed, _ in sizes) >= 2
+    assert sum(counted for _, counted in sizes) == 4 * 50
+    assert any(counted == 0 for _, counted in sizes), "in the last step of an epoch there is not enough for all"
     assert all(equal(results[0][1], state) for _, state in results), "running statistics too"
 
 

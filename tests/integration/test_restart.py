@@ -27,7 +27,8 @@ SECONDS = 120.0
 def train(folder: Path, kind: str, rank: int, mode: str) -> None:
     """A user's script. Weight i of its model says how often sample i was used; it ends after an epoch in which there is
     a file ``enough``, or after three."""
-    omni = OmniLearn(BATCH, policy="uniform", mode=mode, lr_scaling="none", seed=3)
+    scaling: Any = {"lr_scaling": "none"} if mode == "async" else {}
+    omni = OmniLearn(BATCH, policy="uniform", mode=mode, seed=3, **scaling)
     model = Counter(SIZE)
     model, optimizer = omni.prepare(model, torch.optim.SGD(model.parameters(), lr=BATCH if mode == "sync" else 1.0))
     loader = omni.loader(OneHot(SIZE), shuffle=True)

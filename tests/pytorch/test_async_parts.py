@@ -23,7 +23,7 @@ from omnilearn.engine.planning import Planning
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous import shared, wire
 from omnilearn.pytorch.asynchronous.layout import Layout, all_finite
-from omnilearn.pytorch.asynchronous.owner import Owner, Portrait
+from omnilearn.pytorch.asynchronous.owner import Owner
 from omnilearn.pytorch.asynchronous.stretch import counting_as
 
 plain = st.recursive(
@@ -112,7 +112,7 @@ def test_the_owner_scales_the_learning_rate_and_restores_it() -> None:
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    owner = Owner(model, optimizer, [], Portrait(model).copies(), optimizer.state_dict())
+    owner = Owner(model, optimizer, [])
     owner.apply([torch.ones(1, 1).double()], [1], 0.25)
     assert model.weight.item() == -0.125
     assert (owner.learning_rates, owner.version) == ([0.5], 1)
@@ -159,7 +159,7 @@ def test_without_momentum_a_step_that_counts_as_three_goes_as_far_as_three() -> 
 def test_how_an_optimizer_is_run_stays_the_users_choice(fused: bool | None) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5, fused=fused)
-    owner = Owner(model, optimizer, [], Portrait(model).copies(), optimizer.state_dict())
+    owner = Owner(model, optimizer, [])
     assert optimizer.param_groups[0]["fused"] is (fused is not False)
     owner.apply([torch.ones(1, 2), torch.ones(1)], [1, 1], 1.0)
     saved = owner.pack()
@@ -200,23 +200,6 @@ def test_a_newcomer_is_planned_for_by_what_the_others_really_do() -> None:
     with pytest.raises(InfeasibleError):
         planning.roster({rank: cpu(1) for rank in range(40)})
     assert planning.plan.batches == (16, 48), "nothing changes where it cannot be"
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
-def test_the_server_leaves_the_card_alone(monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]) -> None:
-    """Where rank 0 has a card, the forked server must not look at it: CUDA raises there."""
-    model = nn.Linear(3, 2)
-    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    owner = Owner(model, optimizer, (), Portrait(model).copies(), optimizer.state_dict())
-    before = owner.values.clone()
-
-    def forked(*_: object) -> None:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_stream", forked)
-    owner.apply([torch.ones_like(p) for p in model.parameters()], [1, 1], 1.0)
-    assert not torch.equal(before, owner.values)
 
 
 # Shared memory

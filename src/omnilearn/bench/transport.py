@@ -202,7 +202,7 @@ def _echo(workers: int, port: int, parameters: int, update: bool) -> None:
     torch.set_num_threads(1)
     model, lock = Ballast(parameters), threading.Lock()
     portrait, optimizer = Portrait(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    owner = Owner(model, optimizer, (), portrait.copies(), optimizer.state_dict())
+    owner = Owner(model, optimizer, ())
 
     def answer(rank: int) -> None:
         pair = Pair(TCPStore(ADDRESS, port, is_master=False, timeout=LIMIT), f"bare-{rank}", 0, ADDRESS, LIMIT)

@@ -28,7 +28,7 @@ from typing import Literal
 
 from omnilearn.cluster import cgroup, mps, netns, units, worker
 from omnilearn.cluster.emulation import Change, Emulation, Worker, check
-from omnilearn.cluster.owner import PREFIX, is_stale, new_name
+from omnilearn.cluster.owner import PREFIX, folder_name, is_stale, is_stale_folder, new_name
 from omnilearn.cluster.resources import cores, has_card, ram
 from omnilearn.cluster.throttle import Throttle
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
@@ -44,7 +44,7 @@ def remove_stale() -> None:
             cgroup.remove_if_empty(group)
     netns.remove_stale()
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if is_stale(folder.name):
+        if is_stale_folder(folder.name):
             mps.quit_daemon(folder / "mps")
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -88,7 +88,7 @@ class Emulator:
         remove_stale()
         name = new_name()
         self._pid = os.getpid()
-        self._folder = Path(tempfile.gettempdir()) / name
+        self._folder = Path(tempfile.gettempdir()) / folder_name(name)
         atexit.register(self.close)
         try:
             self._folder.mkdir(mode=0o700)

@@ -21,6 +21,7 @@ from omnilearn.cluster import units
 from omnilearn.cluster.console import PREFIX, TRACEBACK, console
 from omnilearn.cluster.emulator import Emulator
 
+HEADLINE = 1000  # characters: our own errors are whole
 SHOWN = 30  # lines of the failing worker's stderr
 CHAINED = " exception "  # "During handling of the above exception, …", "The above exception was …"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -74,8 +75,16 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulator, log_dir: Path) -> int:
-    """Run ``command`` on all workers; returns the exit code, having said on stderr what failed."""
+def launch(
+    config: Any,
+    command: Any,
+    arguments: Sequence[str],
+    emulator: Emulator,
+    log_dir: Path,
+    met: Callable[[], None] | None = None,
+) -> int:
+    """Run ``command`` on all workers; returns the exit code, having said on stderr what failed. ``met`` is called when
+    all hosts are there."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -88,7 +97,7 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
     out, err = sys.stdout, sys.stderr
     stderrs: dict[int, str] = {}
     _hear_of_starts(
-        config.logs_specs, stderrs, emulator, lambda line: print(f"omnilearn: {line}", file=err, flush=True)
+        config.logs_specs, stderrs, emulator, lambda line: print(f"omnilearn: {line}", file=err, flush=True), met
     )
     try:
         with _quiet(), console(out, err):
@@ -111,13 +120,21 @@ def launch(config: Any, command: Any, arguments: Sequence[str], emulator: Emulat
         emulator.kill()
 
 
-def _hear_of_starts(logs_specs: Any, stderrs: dict[int, str], emulator: Emulator, say: Callable[[str], None]) -> None:
+def _hear_of_starts(
+    logs_specs: Any,
+    stderrs: dict[int, str],
+    emulator: Emulator,
+    say: Callable[[str], None],
+    met: Callable[[], None] | None = None,
+) -> None:
     """At every start of the workers the agent decides where their output goes: keep ``stderrs`` up to date, by local
     rank. It says nothing of starting them again, so we do."""
     decide, failures = logs_specs.reify, 0
 
     def reify(envs: Any) -> Any:
         nonlocal failures
+        if met is not None:
+            met()
         before, failures = failures, int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if stderrs:
             why = _why_again(stderrs, emulator) if failures > before else "the machines changed"
@@ -160,7 +177,7 @@ def _at_its_limit(emulator: Emulator, rank: int) -> str:
 
 def _short(words: str) -> str:
     """For a headline; all of it stands below or in the log files."""
-    return textwrap.shorten(words, 300, placeholder=" …")
+    return textwrap.shorten(words, HEADLINE, placeholder=" …")
 
 
 def _blames_a_peer(words: str) -> bool:

@@ -7,9 +7,12 @@ for it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
+import socket
+from functools import lru_cache
 from pathlib import Path
 
 PREFIX = "omnilearn-"
@@ -38,6 +41,26 @@ def new_name() -> str:
     """A name nothing on this machine has: ``omnilearn-PID-START-SERIAL``."""
     pid = os.getpid()
     return f"{PREFIX}{pid}-{started(pid)}-{next(_serial)}"
+
+
+@lru_cache
+def place() -> str:
+    """Which processes the numbers of processes here are of: this boot of this machine, this container."""
+    try:
+        words = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        words = socket.gethostname()
+    return hashlib.blake2b(words.encode(), digest_size=4).hexdigest()
+
+
+def folder_name(name: str) -> str:
+    """The same for a folder where several machines may have theirs: it says of which this is."""
+    return f"{name}-{place()}"
+
+
+def is_stale_folder(name: str) -> bool:
+    """Whether it is one of ours, made here, whose launcher is dead."""
+    return is_stale(name) and name.endswith(f"-{place()}")
 
 
 def is_stale(name: str) -> bool:

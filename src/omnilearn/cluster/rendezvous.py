@@ -7,8 +7,12 @@ No packet is sent.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 
 def split(endpoint: str) -> tuple[str, int]:
@@ -32,6 +36,39 @@ def is_host(endpoint: str) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) else None
     return True
+
+
+def claim(endpoint: str) -> Any:
+    """Of several launchers on this machine that could host the meeting, one: it gets something to keep as long as it
+    lives. None for the others."""
+    _, port = split(endpoint)
+    name = f"omnilearn-rendezvous-{port}"
+    if sys.platform.startswith("linux"):
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0{name}")  # a name without a file: gone with the process
+            return lock
+        except OSError:
+            lock.close()
+            return None
+    import fcntl
+
+    file = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}").open("w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except OSError:
+        file.close()
+        return None
+
+
+def reachable_address() -> str | None:
+    """An address of this machine that is not its loopback one, or None. No packet is sent."""
+    for there in ("192.0.2.1", "2001:db8::1"):  # nobody's: they are for documentation
+        address = local_address(f"[{there}]:9")
+        if address is not None:
+            return address
+    return None
 
 
 def local_address(endpoint: str) -> str | None:

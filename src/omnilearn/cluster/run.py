@@ -6,21 +6,26 @@ Everything that can be wrong in the arguments is said before a process starts (e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from omnilearn.cluster import emulation as emulations
 from omnilearn.cluster import rendezvous, tf_run
 from omnilearn.cluster.emulator import Emulator
 from omnilearn.cluster.launch import Interrupted, launch, signals_raise
+from omnilearn.cluster.meeting import Meeting
 from omnilearn.cluster.resources import cores
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.observe.beside import beside
 
+_claimed: list[Any] = []
+"""What makes this launcher the host of a meeting; kept until the process ends."""
 USAGE = "omnilearn run [--nproc N] [--emulate SPEC] [--log-dir DIR] [torchrun's options] script.py [arguments]"
 
 DESCRIPTION = """\
@@ -160,6 +165,7 @@ def _main(args: argparse.Namespace) -> int:
     if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         args.shutdown_timeout = 5
     with Emulator(emulation, by=args.emulate_by, say=_say) as emulator:
+        meeting: Meeting | None = None
         log_dir = make_log_dir(args.log_dir)
         args.log_dir = str(log_dir / "logs")
         if single:
@@ -167,7 +173,7 @@ def _main(args: argparse.Namespace) -> int:
             args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", "run"
             args.local_addr = args.local_addr or emulator.host_address
         elif args.nnodes not in ("1", "1:1"):
-            _meet(args)
+            meeting = _meet(args, emulator)
         os.environ["OMNILEARN_LOG_DIR"] = str(log_dir)
         # torchrun would set 1 and warn; emulated workers get their own number on the way in.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores()) // emulation.nproc)))
@@ -177,8 +183,8 @@ def _main(args: argparse.Namespace) -> int:
             raise UsageError(str(error)) from error
         if not isinstance(command, str) and args.emulate:
             raise UsageError("--run-path starts no program of its own, so it cannot be emulated: leave it out")
-        with beside(log_dir, live=args.live):
-            code = launch(config, command, arguments, emulator, log_dir)
+        with beside(log_dir, live=args.live), meeting.waiting() if meeting else contextlib.nullcontext():
+            code = launch(config, command, arguments, emulator, log_dir, met=meeting.over if meeting else None)
     return _ended(code, log_dir)
 
 
@@ -213,18 +219,28 @@ def _expect_restarts(emulation: emulations.Emulation) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-def _meet(args: argparse.Namespace) -> None:
+def _meet(args: argparse.Namespace, emulator: Emulator) -> Meeting | None:
     """Fill in what torchrun would guess from the hostname: who is the meeting place, and how we are reached."""
     endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     address = args.local_addr or rendezvous.local_address(endpoint)
+    host = rendezvous.is_host(endpoint)
     if args.rdzv_backend == "c10d":
-        host = rendezvous.is_host(endpoint)
+        if host:
+            _claimed.append(rendezvous.claim(endpoint))  # two launchers of one machine may both find it free
+            host = _claimed[-1] is not None
         if host is not None and "is_host" not in args.rdzv_conf:
             args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"is_host={int(host)}"]))
         args.local_addr = address
+    elif args.rdzv_endpoint and args.rdzv_backend == "static":
+        _say(
+            f"--rdzv-endpoint {args.rdzv_endpoint} without --rdzv-backend: torchrun's default, static, needs "
+            f"--node-rank on each host; hosts that find each other need --rdzv-backend c10d"
+        )
     name = rendezvous.interface(address) if address else None
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    fewest = int(str(args.nnodes).partition(":")[0])
+    return Meeting(endpoint, fewest, host, _say, emulator.close) if fewest > 1 else None
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,8 @@
-"""How one plan cuts a step: as planned while enough samples are left, by the rules for the tail at the end.
+"""How one plan cuts a step: as planned while enough samples are left, by the rules for the last step of an epoch.
 
-Responsible for sizes only, as a pure function of the plan and of how many samples the epoch has left, so that
-every rank computes the same. Assumes, looking one step ahead, that the plan stays; where it does not, the
-next step's rules still hold. Which samples these are is the sampler's business.
+Responsible for sizes only, as a pure function of the plan and of how many samples the epoch has left, so that every
+rank computes the same. Where steps end follows from the data and the global batch alone, never from who takes part.
+Which samples these are is the sampler's business.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import numpy as np
 from omnilearn.control.split import apportion
 from omnilearn.errors import InfeasibleError
 
+LAST = ("keep", "merge", "drop")
+"""What becomes of the samples that are left when no whole global batch is: a last, smaller step; a part of the step
+before; nothing."""
+
 
 class Cut:
-    """A plan's ``batches`` (0: parked) with the least each worker must have in a step it takes part in.
+    """A plan's ``batches`` (0: parked) with the least each worker must have in a step it has samples of.
 
     >>> cut = Cut([6, 2], minimum=2)
-    >>> cut.sizes(cut.take(20)), cut.sizes(cut.take(9)), cut.sizes(cut.take(4))
-    ((6, 2), (3, 2), (2, 2))
+    >>> cut.sizes(cut.take(20)), cut.sizes(cut.take(5)), cut.sizes(cut.take(3))
+    ((6, 2), (3, 2), (3, 0))
+    >>> Cut([6, 2], minimum=2, last="merge").take(12)
+    12
     """
 
-    def __init__(self, batches: Sequence[int], minimum: int | Sequence[int]) -> None:
+    def __init__(self, batches: Sequence[int], minimum: int | Sequence[int], last: str = "keep") -> None:
         self.batches = tuple(index(b) for b in batches)
         workers = len(self.batches)
         lows = minimum if isinstance(minimum, Sequence | np.ndarray) else [minimum] * workers
@@ -38,32 +44,35 @@ class Cut:
                 raise InfeasibleError(f"worker {k}: batch {batch} must be at least 0, minimum {low} at least 1")
             if 0 < batch < low:
                 raise InfeasibleError(f"worker {k}: batch {batch} is below its minimum {low}: raise it or park it")
-        self.active = [k for k in range(workers) if self.batches[k]]
+        self.active = tuple(k for k in range(workers) if self.batches[k])
         if not self.active:
             raise InfeasibleError(f"no active worker among {workers}: at least one batch must be positive")
-        self.total = sum(self.batches)
-        self.smallest = min(self.minimums[k] for k in self.active)
+        self.total, self._last = sum(self.batches), last
         self._needs = sum(self.minimums[k] for k in self.active)
-        # What a last step should hold, for all and for any one: parked ones count: they may be back by then.
-        self._reserve = min(self.total, sum(self.minimums))
-        self._reserve_for_one = min(self.total, max(self.minimums))
 
     def take(self, remaining: int) -> int:
-        """How many of the ``remaining`` samples of the epoch the next step takes: at most a full step."""
-        rest = remaining - self.total
-        if rest <= 0 or rest >= self._reserve:
-            return min(remaining, self.total)
-        # The step after would be the last and too small: lend it what this step's minimums leave free.
-        last = min(self._reserve, remaining - self._needs)
-        if last < self._reserve_for_one <= remaining - self.smallest:
-            last = self._reserve_for_one  # too little to lend for even one worker: fewer take part in both
-        return remaining - last
+        """How many of the ``remaining`` samples of the epoch the next step takes (0: what is left is left out)."""
+        if remaining < self.total:
+            return 0 if self._last == "drop" else remaining
+        return remaining if self._last == "merge" and remaining < 2 * self.total else self.total
+
+    def steps(self, samples: int) -> int:
+        """In how many steps so many samples are used."""
+        if self._last == "keep" or (self._last == "merge" and 0 < samples < self.total):
+            return -(-samples // self.total)
+        return samples // self.total
+
+    def rest(self, samples: int) -> int:
+        """How many samples a last, smaller step has (0: there is none)."""
+        smaller = self._last == "keep" or (self._last == "merge" and samples < self.total)
+        return samples % self.total if smaller else 0
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Each worker's part of a step of ``total`` samples, in proportion to the batches."""
+        """Each worker's part of a step of ``total`` samples, in proportion to the batches. Where these are too few for
+        everybody's minimum, some of those who take part have none."""
         if total == self.total:
             return self.batches
-        chosen = self.active if total >= self._needs else self._fitting(total)
+        chosen = list(self.active) if total >= self._needs else self._fitting(total)
         batches = np.array([self.batches[k] for k in chosen])
         low = np.minimum([self.minimums[k] for k in chosen], total)
         high = batches if batches.sum() >= total else np.full(len(chosen), total)

@@ -8,17 +8,18 @@ depend on the position and the plan in force alone. Making plans and loading sam
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 
 import numpy as np
 import numpy.typing as npt
 
-from omnilearn.data.cut import Cut
+from omnilearn.data.cut import LAST, Cut
 from omnilearn.data.permutation import Permutation
 from omnilearn.errors import InfeasibleError, UsageError
 
 _VERSION = 1
+NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,9 @@ class Share:
     """One step as one worker sees it: how the step is cut, and this worker's samples.
 
     ``step`` counts over epochs and is never reset; ``start`` is the offset in the epoch of the step's first
-    sample; ``sizes`` says how many samples each worker has (0: it takes no part), ``indices`` which are its.
+    sample; ``sizes`` says how many samples each worker has, ``indices`` which are this one's; ``active`` are those who
+    take part. One that takes part in a small last step without a sample of its own computes what is ``lent`` to it,
+    and adds nothing.
     """
 
     step: int
@@ -34,6 +37,8 @@ class Share:
     start: int
     sizes: tuple[int, ...]
     indices: npt.NDArray[np.int64]
+    active: tuple[int, ...]
+    lent: npt.NDArray[np.int64] = field(default_factory=lambda: NONE)
 
     @property
     def total(self) -> int:
@@ -48,12 +53,11 @@ class Share:
 class Sampler:
     """Shares of a dataset of ``size`` samples, cut by plans that may change at any step not yet handed out.
 
-    Each step takes the next ``sum(batches)`` samples of the epoch's permutation; worker k has the k-th slice.
-    The rest at the end is spread in proportion to the batches, each active worker getting its ``minimum`` or
-    more. Where that takes more samples than are left, the step before lends some; where that has too few to
-    lend, fewer workers take part, and may then exceed their batches. The limit: a rest below every active
-    worker's minimum that no step before could lend to (a restore or another global batch came between, or the
-    only worker's batch is its minimum) goes to one worker as it is.
+    Each step takes the next ``sum(batches)`` samples of the epoch's permutation; worker k has the k-th slice. The rest
+    at the end is a smaller step, in proportion to the batches, in which each worker that has samples has its
+    ``minimum`` or more, as far as there are enough; the others who take part have none. ``last="merge"`` adds the rest
+    to the step before, ``last="drop"`` leaves it out. No step may have fewer samples than ``smallest``, the least
+    that can be computed at all.
 
     >>> sampler = Sampler(10, [3, 1], shuffle=False)
     >>> [(share.sizes, share.indices.tolist()) for share in sampler.shares(rank=1)]
@@ -68,19 +72,23 @@ class Sampler:
         minimum: int | Sequence[int] = 1,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = False,
+        last: str = "keep",
+        smallest: int = 1,
     ) -> None:
+        if last not in LAST:
+            raise InfeasibleError(f"last must be one of {', '.join(map(repr, LAST))}, got {last!r}")
         if size < 1:
             raise InfeasibleError(f"the dataset has {size} samples: training needs at least one")
         if seed < 0:
             raise InfeasibleError(f"seed must not be negative, got {seed}")
-        self.size, self.seed, self.shuffle, self.drop_last = size, seed, shuffle, drop_last
+        self.size, self.seed, self.shuffle, self._last, self.smallest = size, seed, shuffle, last, smallest
         # By the step they start at. Replaced and never changed, so that a prefetching thread may read it.
         self._plans = {0: self._cut(batches, minimum)}
         self._minimum = minimum
         self._epoch = self._offset = self._step = 0
         self._ahead = 0  # the first step that no iterator has handed out yet
         self._jumps = 0  # each ends the iterators begun before it
+        self._check_rest(size)
 
     # The plan
 
@@ -111,18 +119,18 @@ class Sampler:
         return start
 
     def _cut(self, batches: Sequence[int], minimum: int | Sequence[int]) -> Cut:
-        cut = Cut(batches, minimum)
-        if self.size < cut.smallest:
-            raise InfeasibleError(
-                f"the dataset has {self.size} samples, the smallest minimum batch of an active worker is "
-                f"{cut.smallest}: use more data or a smaller minimum"
-            )
-        if self.drop_last and self.size < cut.total:
+        cut = Cut(batches, minimum, self._last)
+        if self._last == "drop" and self.size < cut.total:
             raise InfeasibleError(
                 f"drop_last would drop all: the dataset has {self.size} samples, the global batch is "
                 f"{cut.total}: use drop_last=False or a global batch of at most {self.size}"
             )
         return cut
+
+    def _check_rest(self, samples: int) -> None:
+        rest = self._in_force.rest(samples)
+        if 0 < rest < self.smallest:
+            raise InfeasibleError(too_small(rest, self.smallest, f"with {samples} samples, the last step of an epoch"))
 
     # The shares
 
@@ -141,16 +149,19 @@ class Sampler:
         order = Permutation(self.size, self.seed, epoch, self.shuffle)
         while (remaining := self.size - offset) > 0:
             plan = self._plans[self._start_of(step)]
-            if self.drop_last and remaining < plan.total:
+            taken = plan.take(remaining)
+            if not taken:
                 return
             if jumps != self._jumps:
                 raise UsageError(
                     f"the position went to epoch {self._epoch}, step {self._step} while the shares of epoch "
                     f"{epoch} were in use at step {step}: ask for shares() again"
                 )
-            sizes = plan.sizes(plan.total if self.drop_last else plan.take(remaining))
+            sizes = plan.sizes(taken)
             first = offset + sum(sizes[:rank])
-            share = Share(step, epoch, offset, sizes, order(first, first + sum(sizes[rank : rank + 1])))
+            indices = order(first, first + sum(sizes[rank : rank + 1]))
+            lent = order(offset, offset + self.smallest) if rank in plan.active and not len(indices) else NONE
+            share = Share(step, epoch, offset, sizes, indices, plan.active, lent)
             self._ahead = max(self._ahead, step + 1)
             yield share
             offset, step = share.end, step + 1
@@ -174,16 +185,16 @@ class Sampler:
     @property
     def steps(self) -> int:
         """Steps of a whole epoch with the global batch in force."""
-        return self._count(self.size)
+        return self._in_force.steps(self.size)
 
     @property
     def remaining_steps(self) -> int:
         """Steps from the position to the end of the epoch with the global batch in force."""
-        return self._count(self.size - self._offset)
+        return self._in_force.steps(self.size - self._offset)
 
-    def _count(self, samples: int) -> int:
-        total = self._plans[self._start_of(self._step)].total
-        return samples // total if self.drop_last else -(-samples // total)
+    @property
+    def _in_force(self) -> Cut:
+        return self._plans[self._start_of(self._step)]
 
     def consumed(self, share: Share) -> None:
         """Move the position behind ``share``; one already behind it (another rank's) changes nothing."""
@@ -222,5 +233,13 @@ class Sampler:
         epoch, offset, step = (index(state[key]) for key in ("epoch", "offset", "step"))
         if not (0 <= offset <= self.size and epoch >= 0 and step >= 0):
             raise UsageError(f"no position in {self.size} samples: epoch {epoch}, offset {offset}, step {step}")
-        self._plans = {step: self._plans[self._start_of(self._step)]}
+        self._check_rest(self.size - offset)
+        self._plans = {step: self._in_force}
         self._jump(epoch, offset, step)
+
+
+def too_small(rest: int, smallest: int, what: str) -> str:
+    return (
+        f"{what} has {rest} sample{'s' * (rest > 1)}, and this model cannot be trained on fewer than {smallest} "
+        f"at a time (BatchNorm): leave the rest out with drop_last=True, or add it to the step before with last='merge'"
+    )

@@ -23,7 +23,7 @@ def train(args: argparse.Namespace) -> None:
     model = DistributedDataParallel(task.cnn(args.width, args.seed))
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
-    order = Sampler(len(train_set), [args.batch // workers] * workers, seed=args.seed, drop_last=True)
+    order = Sampler(len(train_set), [args.batch // workers] * workers, seed=args.seed, last="drop")
     my_tests = test_set[rank::workers]
     watch = Watch(args, order)
     progress = task.Progress(args, rank)

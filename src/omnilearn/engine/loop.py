@@ -7,6 +7,7 @@ waits there for the others. What is computed, and how state travels to a worker 
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from omnilearn.errors import UsageError
 from omnilearn.observe import EventLog
 
 Workers = tuple[int, ...]
+_looping: list[weakref.ref[SyncLoop]] = []
+"""Of this process: the one whose training loop was begun last and is not over."""
 
 
 class SyncLoop(ABC):
@@ -34,7 +37,10 @@ class SyncLoop(ABC):
         self.source: Source | None = None  # of the training loop under way
         self.share: Share | None = None  # in the user's hands
         self.done = False  # the step of that share is complete
+        self.last_source: Source | None = None  # of the loop under way, or the one before
         self.step = 0  # steps done before the loop under way, over all sources
+        self.loops = 0  # begun so far
+        self.asked_main = False  # the script asked inside a loop whether this is rank 0
         self._left: Source | None = None  # a loop the user broke out of, which the parked do not know yet
         self._progress = Progress()
         self.loss: Any = None  # of the step, for the events
@@ -76,9 +82,14 @@ class SyncLoop(ABC):
 
     def begin_epoch(self, source: Source) -> None:
         if self.source is not None:
-            raise UsageError("one training loop at a time: finish or break the loop under way first")
-        self.settle()
-        self.source = source
+            raise UsageError(
+                "one training loop at a time: finish or break the loop under way first; two loaders in one loop "
+                "(zip) cannot be cut alike: make one data set of them"
+            )
+        self.settle("a training loop")
+        _looping[:] = [weakref.ref(self)]
+        self.source = self.last_source = source
+        self.loops += 1
         self.restart_clock()
         self.planner.resume()
         sampler = source.sampler
@@ -90,6 +101,11 @@ class SyncLoop(ABC):
 
     def begin_step(self, source: Source) -> bool:
         """False: the others have left the loop."""
+        if _looping and _looping[0]() is not self:  # not at its begin: the one before may have ended by an error
+            raise UsageError(
+                "a training loop of another OmniLearn object was begun within this one: one after the other works, two "
+                "at once would wait for each other: finish or break the first before the second"
+            )
         goes_on = self._goes_on(source, self.planner.tick(source.sampler, source.horizon, self.parked))
         self._asked = time.perf_counter()
         return goes_on
@@ -97,7 +113,7 @@ class SyncLoop(ABC):
     def enter(self, source: Source, share: Share) -> bool:
         """Make the workers of ``share`` the active ones. False: the others have left the loop."""
         self._data = time.perf_counter() - self._asked
-        active = tuple(k for k, size in enumerate(share.sizes) if size)
+        active = share.active
         if active == self.active:
             return True
         if not self._all_here(source):
@@ -146,15 +162,19 @@ class SyncLoop(ABC):
         self._end_loop()
         self._left = source
 
-    def settle(self) -> None:
+    def settle(self, what: str = "what all do together") -> None:
         """After a break, at the next thing all do together: tell the parked, and have all ranks alike again."""
         source, self._left = self._left, None
         if source is None:
             return
+        self.agree_on_leaving(what, source)
         self.check_late()
         if self.parked:
             self.planner.leave(source.sampler, source.horizon, self.parked)
         self.share_with_parked()
+
+    def agree_on_leaving(self, what: str, source: Source) -> None:  # noqa: B027
+        """All who took part have left the loop at the same step, and now do the same, or an error says who did not."""
 
     def share_with_parked(self) -> None:
         """At the end of a loop all ranks have the same model, the parked too."""
@@ -181,3 +201,9 @@ class SyncLoop(ABC):
             self.step = self.source.sampler.step
             self.planner.pause()
         self.share = self.source = None
+        self.forget_loop()
+
+    def forget_loop(self) -> None:
+        """Whatever becomes of it, this process may begin another one."""
+        if _looping and _looping[0]() is self:
+            _looping.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from typing import Any, Protocol
@@ -74,14 +75,18 @@ class Peers(ABC):
                 raise mine if same and mine else type(theirs)(f"on rank {rank}: {theirs}")
 
     def agree(self, what: str, values: dict[str, Any]) -> None:
-        """Raise the same error on all ranks if ``values`` differ between them."""
-        everybody = self.gather({name: repr(value) for name, value in values.items()})
-        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
-            seen = [theirs.get(name) for theirs in everybody]
-            if len(set(seen)) > 1:
-                odd = next(rank for rank, value in enumerate(seen) if value != seen[0])
-                raise UsageError(
-                    f"{what} differ between ranks: {name} is {seen[0] or 'missing'} on rank 0 and "
-                    f"{seen[odd] or 'missing'} on rank {odd}: "
-                    f"start all ranks with the same script, options and packages"
-                )
+        """Raise the same error on all ranks if ``values`` differ between them. Sent are hashes; only where these differ
+        rank 0 sends its values to all, and each rank its first difference."""
+        mine = {name: repr(value) for name, value in values.items()}
+        digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).digest()
+        if len(set(self.gather(digest))) == 1:
+            return
+        first = self.gather(mine if self.rank == 0 else None)[0]
+        names = [name for name in dict.fromkeys([*first, *mine]) if first.get(name) != mine.get(name)]
+        name = names[0] if names else None
+        differences = self.gather((name, mine.get(name or "")) if names else None)
+        odd, (name, seen) = next((rank, theirs) for rank, theirs in enumerate(differences) if theirs is not None)
+        raise UsageError(
+            f"{what} differ between ranks: {name} is {first.get(name) or 'missing'} on rank 0 and {seen or 'missing'} "
+            f"on rank {odd}: start all ranks with the same script, options and packages"
+        )

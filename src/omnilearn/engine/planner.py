@@ -235,9 +235,12 @@ class Planner:
         """The next loop begins."""
         self._pulse.resume()
 
+    def end_threads(self) -> None:
+        self._pulse.end()
+
     def drain(self) -> None:
         """Wait for an exchange under way, and forget it."""
-        self._pulse.end()
+        self.end_threads()
         self._log_rest(keep=0)
         self._story.curves(self.state, self._logged, now=True)
         self._forget_exchange()
@@ -263,7 +266,8 @@ class Planner:
         sent[PULSE] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
         for i, (row, timing) in enumerate(zip(rows[: (len(sent) - HEADER) // 2], timings, strict=False)):
-            tells = row.took_part and self._sizes.tells(row.sizes[self._world.rank])
+            own = row.sizes[self._world.rank]  # none: in a small last step it computed what was lent to it
+            tells = row.took_part and own and self._sizes.tells(own)
             if timing is not None and tells:
                 sent[HEADER + 2 * i], sent[HEADER + 1 + 2 * i] = timing.busy, timing.wait
         self._log_steps(rows, timings)
@@ -287,8 +291,9 @@ class Planner:
             told = ", ".join(f"rank {rank}: {rate:g}" for rank, rate in answer.rates.items())
             raise UsageError(
                 f"the learning rates differ between workers ({told}), and so their models will: a scheduler that "
-                f"prepare() does not know stands still while its worker is parked: model, optimizer, scheduler = "
-                f"omni.prepare(model, optimizer, scheduler)"
+                f"prepare() does not know stands still while its worker is parked (model, optimizer, scheduler = "
+                f"omni.prepare(model, optimizer, scheduler)), and so does a counter of the script's own: set rates by "
+                f"omni.global_step"
             )
         before, self.state = self.state.plan, answer.state
         plan = self.state.plan

@@ -17,12 +17,19 @@ from omnilearn.data import Sampler, Share
 
 @dataclass(frozen=True)
 class Piece:
-    """One micro-batch of a share. A share that is not cut has one; an empty share has one with no samples."""
+    """One micro-batch of a share. A share that is not cut has one. ``samples`` is how many count: none in an empty
+    share, whose worker takes no part, nor where samples are ``lent`` to one that has none of its own in a small last
+    step."""
 
     share: Share
     samples: int
     first: bool
     last: bool
+    lent: int = 0
+
+    @property
+    def computed(self) -> int:
+        return self.samples or self.lent
 
 
 class Engine(Protocol):
@@ -69,11 +76,12 @@ class Source(ABC):
         """The epoch that the next iteration is (or the current one continues)."""
         return self.sampler.epoch if self._fresh else self.sampler.epoch + 1
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position with the next iteration."""
+    def restore(self, state: Mapping[str, int], epoch: int | None = None) -> None:
+        """Continue at a saved position with the next iteration. ``epoch``: the one that the run goes on with. A source
+        that is through with it gives nothing in its next iteration; one that ended before begins its next epoch."""
         self.sampler.load_state_dict(state)
         self._fresh = True
-        if self.sampler.remaining_steps == 0:
+        if self.sampler.remaining_steps == 0 and (epoch is None or self.sampler.epoch < epoch):
             self.sampler.next_epoch()
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,7 +98,7 @@ class Source(ABC):
                         break
                     if not engine.enter(self, piece.share):
                         return  # the others have left
-                    if not piece.samples:
+                    if not piece.computed:
                         engine.sit_out(self, piece.share)
                         continue
                     while True:

@@ -58,7 +58,7 @@ class LiveView:
         if self._live is not None:
             self._live.start()
         else:
-            self.console.print(f"{self.title}: {self.starting}", soft_wrap=True)
+            self.console.print(f"{self.title}: {self.starting}", soft_wrap=True, markup=False)
         return self
 
     def __exit__(
@@ -95,7 +95,7 @@ class LiveView:
             return
         line = self.line()
         if line != self._last_line:
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line, soft_wrap=True, markup=False)  # an error's text may have brackets
         self._last_line = line
 
     def follow(self, alive: Callable[[], bool]) -> Board:

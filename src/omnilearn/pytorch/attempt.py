@@ -30,7 +30,8 @@ Weight = float | Callable[[Any], float] | None
 def compute(engine: SyncEngine, compute_loss: Callable[[Any], torch.Tensor], batch: Any, weight: Weight) -> Any:
     """Forward and backward passes for the micro-batch under way, and the reduction after the step's last."""
     piece, memory = engine.begin_backward(), engine.memory
-    samples, tail = piece.samples, max(piece.samples // REST, memory.minimum)
+    samples = piece.computed
+    tail = max(samples // REST, memory.minimum)
     cut = micro.cutter(batch, samples) if weight is None or callable(weight) else None
     engine.shortage.step_cuts = cut is not None and not memory.fixed
     done, odd = 0, False
@@ -55,10 +56,9 @@ def compute(engine: SyncEngine, compute_loss: Callable[[Any], torch.Tensor], bat
         done += size
         if size < left:
             engine.shortage.cut(piece)
-    if piece.last:
-        if odd:
-            engine.clock.restart()  # this step's time says nothing about others
-        engine.conclude()
+    if piece.last and odd:
+        engine.clock.restart()  # this step's time says nothing about others
+    engine.end_backward(piece)
     counted = sum(counts for _, counts in losses)
     return losses[0][0] if len(losses) == 1 or not counted else sum(loss * (n / counted) for loss, n in losses)
 
@@ -77,12 +77,12 @@ def _one(
     memory, local = engine.memory, not (last and engine.overlapping)
     undo = _Undo(engine, care and local)
     backward = False
-    engine.reduce_with_next(last)
     memory.begin(size)
     try:
         loss = compute_loss(part)
         backward = True
-        counts = engine.differentiate(loss, weight(part) if callable(weight) else weight, size, last)
+        counted = 0 if engine.piece is not None and engine.piece.lent else size
+        counts = engine.differentiate(loss, weight(part) if callable(weight) else weight, counted, last)
     except Exception as error:
         memory.abandon()
         if isinstance(error, OmniLearnError) or not is_out_of_memory(error) or not engine.shortage.step_cuts:
@@ -108,14 +108,17 @@ def _make_room(engine: SyncEngine, piece: Piece, size: int) -> None:
 class _Undo:
     """What a pass changes, to be put back: gradients, buffers, random numbers.
 
-    With care, a pass adds nothing to gradients that are there already before it has ended well. Without, nothing is
-    kept, so that ordinary passes cost nothing: undone is only one before which there were no gradients.
+    With care, a pass adds nothing to gradients that are there already before it has ended well. Without, only running
+    statistics are kept, so that ordinary passes cost next to nothing: undone is only one before which there were no
+    gradients.
     """
 
     def __init__(self, engine: SyncEngine, care: bool) -> None:
         self._engine, self._care = engine, care
         self._weight = engine.weight
         if not care:
+            moving = engine.statistics.moving().values() if engine.shortage.step_cuts else ()
+            self._buffers = [(b, b.detach().clone()) for b in moving]
             return
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._gradients = [p.grad for p in self._parameters]
@@ -133,7 +136,9 @@ class _Undo:
 
     def undo(self, backward: bool) -> None:
         self._engine.weight = self._weight
-        self._engine.model.used()
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
         if not self._care:
             if backward:
                 for p in self._engine.module.parameters():
@@ -141,7 +146,4 @@ class _Undo:
             return
         for p, before in zip(self._parameters, self._gradients, strict=True):
             p.grad = before
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
         checkpoint.restore_random_state(self._random, self._engine.world.device)

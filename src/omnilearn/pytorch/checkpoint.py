@@ -6,12 +6,14 @@ import contextlib
 import io
 import os
 import random
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from omnilearn.errors import UsageError
 from omnilearn.pytorch import parcel
@@ -23,6 +25,7 @@ VERSION = 1
 
 def write(folder: str | os.PathLike[str], state: dict[str, Any]) -> Path:
     """Write ``state`` so that a crash at any moment leaves the previous checkpoint or the new one whole."""
+    state = plain(state)
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{FILE}.tmp"  # what a crash leaves is overwritten the next time
@@ -84,6 +87,21 @@ def receive(world: World, folder: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
+def plain(value: Any, where: tuple[Any, ...] = ()) -> Any:
+    """The same, with NumPy's numbers made Python's. Raises, naming the place, where something could be written but not
+    read back with ``weights_only=True``."""
+    if isinstance(value, np.generic) and not isinstance(value, np.void):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((plain(key, where), plain(item, (*where, key))) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, (*where, k)) for k, item in enumerate(value))
+    if value is None or type(value) in (bool, int, float, str, torch.Tensor, nn.Parameter):
+        return value
+    check_plain(".".join(map(str, where)), value)
+    return value
+
+
 def check_plain(what: str, value: Any) -> None:
     """Refuse what could be written but not read back with ``weights_only=True``."""
     buffer = io.BytesIO()
@@ -92,7 +110,10 @@ def check_plain(what: str, value: Any) -> None:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"{what} must be made of tensors, numbers, strings, lists and dicts ({reason})") from error
+        raise UsageError(
+            f"{what} is a {type(value).__name__}, which could not be read back: it must be made of tensors, numbers, "
+            f"strings, lists and dicts ({reason})"
+        ) from error
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch import checkpoint
-from omnilearn.pytorch.reduction import COMPRESSED
+from omnilearn.pytorch.reducer import COMPRESSED
 
 
 def options(mode: str, compress: str | None, lease_timeout: float, join: str | None) -> None:
@@ -36,7 +36,7 @@ def prepared(model: Any, optimizer: Any, others: tuple[Any, ...], micro_batch: i
                 f"prepare(model, optimizer, …) got a {type(other).__name__}: what comes third must have state_dict "
                 f"and load_state_dict, as schedulers and GradScalers do"
             )
-        checkpoint.check_plain(f"the state of {type(other).__name__}", other.state_dict())
+        checkpoint.plain(other.state_dict(), (f"the state of {type(other).__name__}",))
     if micro_batch and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         raise InfeasibleError(
             f"micro_batch={micro_batch} with SyncBatchNorm: shares differ, and so would the number of passes "

@@ -8,8 +8,9 @@ backward pass; where the weights' sum is not known beforehand it is reduced alon
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import logging
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -22,20 +23,26 @@ from omnilearn.control import Plan, Policy, Problem
 from omnilearn.engine.loop import SyncLoop, Workers
 from omnilearn.engine.planner import Planner
 from omnilearn.engine.source import Piece, Source
-from omnilearn.errors import OmniLearnError, UsageError
+from omnilearn.errors import OmniLearnError, OutOfStepError, UsageError
 from omnilearn.observe import EventLog
 from omnilearn.pytorch import reduction
 from omnilearn.pytorch.clock import Clock, later
 from omnilearn.pytorch.finite import Finite
+from omnilearn.pytorch.held import Held
 from omnilearn.pytorch.loader import TrainLoader
 from omnilearn.pytorch.membership import Membership
 from omnilearn.pytorch.memory import Memory, OutOfMemoryError
-from omnilearn.pytorch.model import OmniModel, fingerprint, gate, smallest_batch
+from omnilearn.pytorch.model import fingerprint, gate, smallest_batch
+from omnilearn.pytorch.reducer import COMPRESSED, TURN
 from omnilearn.pytorch.shortage import Shortage
+from omnilearn.pytorch.statistics import Statistics
+from omnilearn.pytorch.watch import Place
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
 
+NO_STEP = 64
+"""Batches without a step of an optimizer after which the log says so, where there was none at all."""
 REBUILT = 2
 """Steps of a new group that say little: in the second one, DistributedDataParallel orders its buckets anew."""
 
@@ -78,26 +85,35 @@ class SyncEngine(SyncLoop):
         self.shortage = Shortage(world.rank, self.memory, events)
         planner = Planner(world, self.clock, policy, problem, on_plan, events, self.memory, self._rate)
         super().__init__(world, planner, events)
+        world.where = lambda: (self.share.step if self.share is not None else self.step, self.loops)
         world.agree("models", fingerprint(module))
         world.agree("models", {"the order of parameters": [name for name, _ in module.named_parameters()]})
         self._broadcast()
-        self._compress = None if compress is None else reduction.COMPRESSED[compress]
-        self.membership = Membership(world, module, self.pack, self.unpack, self._compress)
-        self.membership.find_unused = find_unused_parameters
-        self.model = OmniModel(module, self.membership)
+        self._compress = None if compress is None else COMPRESSED[compress]
+        self.membership = Membership(world, module, self.pack_for_peers, self.unpack_from_peer, self._compress)
+        self._find_unused = self.membership.find_unused = find_unused_parameters
+        self._parameters = list(module.parameters())
+        self._trainable = [p.requires_grad for p in self._parameters]
+        self._held = Held(self._parameters)  # of the step's micro-batches so far
+        self._earlier = Held(self._parameters)  # of steps that the optimizer has not used
+        self.statistics = Statistics(module)
+        self._setup = _setup(self._trainable)
+        self._made = 0, 0  # ``stepped`` when the loop began
         self.nonfinite, self.skipped = nonfinite, 0
         self.piece: Piece | None = None  # the micro-batch in the user's hands
         self._broken_off: Piece | None = None  # the one at which a loop was left early
         world.explain = self._explain
         self._backwards = 0  # of the current micro-batch
         self.stepped = 0, 0  # the job's steps before the optimizer's last step, and behind it
+        self._unused = 0  # steps since an optimizer was last asked to use their gradient
         self.weight = 0.0  # of this step's micro-batches so far, where the user gives weights
         self._own_weights = False
-        self._reduced: tuple[torch.Tensor, Any] | None = None  # the sum of all weights, under way
-        self._check = Finite(module, every_time=nonfinite == "skip")
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # as they were before lent samples
+        mixed = any(r.device != "cpu" for r in world.resources)
+        self._check = Finite(module, every_time=nonfinite == "skip", late=mixed)
         optimizer._step_supports_amp_scaling = False  # a GradScaler decides before a step
         gate(optimizer, "step", self._may_step, self._stepped)
-        gate(optimizer, "zero_grad", lambda: not self.accumulating, self._stepped)
+        gate(optimizer, "zero_grad", lambda: True, self._stepped)
         for other in others:
             for method in ("step", "unscale_", "update"):  # of schedulers and GradScalers
                 if hasattr(other, method):
@@ -110,13 +126,21 @@ class SyncEngine(SyncLoop):
         self._wrapped_anew()
 
     def wrap(self) -> None:
-        """Wrap the model anew, for the same workers."""
+        """Begin anew to reduce, with the same workers."""
         self.membership.wrap()
         self._wrapped_anew()
 
     def _wrapped_anew(self) -> None:
-        if self.membership.wrapped is not None:
+        if self.membership.reducer is not None:
             self.clock.restart(untimed=REBUILT)
+
+    def _follow_trainable(self) -> None:
+        """The script has frozen or unfrozen parameters: which have gradients is found anew, by all workers alike."""
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            self._trainable, self._setup = trainable, _setup(trainable)
+            self.membership.find_unused = self._find_unused
+            self.wrap()
 
     def hand_over(self, source: int, targets: Sequence[int]) -> None:
         self.membership.hand_over(source, targets)
@@ -130,22 +154,40 @@ class SyncEngine(SyncLoop):
         super().begin_epoch(source)
         assert isinstance(source, TrainLoader)
         source.cut = self.memory.cut
+        self._made = self.stepped
+        at = source.sampler
+        first = tuple(k for k, batch in enumerate(self.planner.plan.batches) if batch)
+        if not self.membership.knows(first):
+            first = self.everybody
+        # Not with the parked: what they are sent of the epoch before may still be on its way.
+        self.membership.meet(
+            self.world.place("a training loop", f"from sample {at.offset} of {at.size} in epoch {at.epoch}"), first
+        )
 
     def hand_out(self, piece: Piece) -> None:
         self.piece, self._backwards = piece, 0
         if piece.first:
             self.begin_share(piece.share)
             self.weight, self._own_weights = 0.0, False
+            self._follow_trainable()
             if not piece.last:
                 self.shortage.cut(piece)
+            if piece.lent:
+                self._buffers = [(b, b.detach().clone()) for b in self.module.buffers()]
         else:
             self._data += time.perf_counter() - self._asked
-        self.reduce_with_next(piece.last)
         if self.shortage.step_cuts is None:  # omni.step does it for each part
-            self.memory.begin(piece.samples)
-        self.model.used()
+            self.memory.begin(piece.computed)
+
+    def _forget_lent(self) -> None:
+        """Samples that were only lent leave nothing behind."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
 
     def take_back(self, source: Source, piece: Piece) -> None:
+        self._forget_lent()
+        self._buffers = []
         if not self._backwards:
             raise UsageError(
                 f"omni.backward(loss) was not called for the last batch (step {piece.share.step}): every batch needs "
@@ -161,9 +203,19 @@ class SyncEngine(SyncLoop):
         self._broken_off = self.piece
         super().leave(source)
 
-    def settle(self) -> None:
+    def end_threads(self) -> None:
+        """Before the process ends, also where it fails: Python aborts it while a thread waits in C++."""
+        self.planner.end_threads()
+        self.membership.end_threads()
+
+    def settle(self, what: str = "what all do together") -> None:
         self._broken_off = None
-        super().settle()
+        super().settle(what)
+
+    def agree_on_leaving(self, what: str, source: Source) -> None:
+        at = source.sampler
+        place = self.world.place(f"{what}, after a loop was left", f"at sample {at.offset} of epoch {at.epoch}")
+        self.membership.meet(place, self.active)
 
     def check_late(self) -> None:
         if (bad := self._check.outstanding()) is not None:
@@ -184,8 +236,7 @@ class SyncEngine(SyncLoop):
         piece = self.begin_backward()
         self.differentiate(loss, weight, piece.samples, piece.last)
         self.memory.end()
-        if piece.last:
-            self.conclude()
+        self.end_backward(piece)
 
     def begin_backward(self) -> Piece:
         """The micro-batch under way, whose gradient is now computed."""
@@ -195,21 +246,27 @@ class SyncEngine(SyncLoop):
         if self._backwards:
             raise UsageError(
                 f"backward() was called twice for one batch (step {piece.share.step}): add the losses up and call it "
-                f"once; for gradient accumulation use OmniLearn(micro_batch=…)"
+                f"once, or have omni.step(compute_loss, batch) do it; for gradient accumulation use "
+                f"OmniLearn(micro_batch=…)"
             )
         self._backwards += 1
+        if piece.first:
+            self._earlier.lay_aside(copy=True)
+        else:
+            self._held.put_back()
         return piece
+
+    def end_backward(self, piece: Piece) -> None:
+        """The micro-batch under way is computed: its gradient is kept, or reduced with those before it."""
+        if piece.last:
+            self.conclude()
+        else:
+            self._held.lay_aside()
 
     @property
     def overlapping(self) -> bool:
         """Whether the step's last backward pass reduces while it computes: an error in it reaches the others."""
-        return self.membership.wrapped is not None
-
-    def reduce_with_next(self, reduce: bool) -> None:
-        """What DDP's no_sync() does; it has to be in force during the forward pass already."""
-        wrapped = self.membership.wrapped
-        if wrapped is not None and wrapped.require_backward_grad_sync != reduce:  # slow to set
-            wrapped.require_backward_grad_sync = reduce
+        return self.membership.reducer is not None
 
     def differentiate(self, loss: torch.Tensor, weight: float | torch.Tensor | None, samples: int, last: bool) -> float:
         """One backward pass, of the step's last micro-batch or another. Returns the weight that it counts with."""
@@ -218,64 +275,93 @@ class SyncEngine(SyncLoop):
             raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
         if not loss.requires_grad:
             raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
-        if not self.model.used():
-            raise UsageError(
-                "the loss was not computed with the model that prepare() returned: call that one in the loop, "
-                "model(x); its other methods do not count as a call"
-            )
         self._loss = loss.detach()
         if not self.weight:
             self._own_weights = weight is not None
         elif self._own_weights != (weight is not None):
             raise UsageError("backward() must get a weight for all micro-batches of a step or for none")
-        counts = samples if weight is None else float(weight)
-        factor = counts * len(self.active) / self.piece.share.total
+        counts = samples if weight is None or not samples else float(weight)
+        factor = counts / self.piece.share.total
         scaled = loss if factor == 1 else loss * factor
+        reducer = self.membership.reducer if last else None
+        if reducer is not None:
+            scaled = reducer.arm(scaled, self._reducing(), self.weight + counts, self._own_weights)
         if last:
-            self._reduced = self._reduce_weight(counts) if self._own_weights and self.overlapping else None
             self.clock.watch(scaled)
-        with self.world.naming_the_culprit("reducing gradients") if last else contextlib.nullcontext():
-            scaled.backward()
+        scaled.backward()
+        if reducer is None and not any(p.grad is not None for p in self._parameters):
+            raise UsageError(
+                "the loss does not depend on any trainable parameter of the model that prepare() got: was it computed "
+                "with another model, a copy for example?"
+            )
         self.weight += counts
         return counts
 
+    def _reducing(self) -> Place:
+        return self.world.place("reducing gradients", self._setup)
+
     def conclude(self) -> None:
-        """After the step's last backward pass: what DistributedDataParallel has not reduced, and the user's weights."""
+        """After the step's last backward pass: what is not reduced yet, and the user's weights."""
         assert self.piece is not None
-        with self.world.naming_the_culprit("reducing gradients"):
-            if self.membership.find_unused is None:
-                self._reduce_first()
-            if self.membership.compressed is not None:
-                self.membership.compressed.finish()
-            if self._own_weights:
-                reduction.divide(self.module, self._reduced or self._reduce_weight(), self.piece.share.total)
+        share, count = self.piece.share, len(self.active)
+        weight = torch.tensor(self.weight, dtype=torch.float64)
+        if self.membership.reducer is not None:
+            facts = self.membership.reducer.finish(self._reducing())
+            weight = facts[0]
+            self._together(facts, count)
+        elif count > 1 or self.membership.find_unused is None:
+            weight = self._reduce_first()
+        if self._own_weights:
+            reduction.divide(self.module, weight, share.total)
+        self._earlier.add_back()
+        self._forget_lent()
         # Before the clock's mark: it is there when the step's time is read.
         self.loss = later(self._loss) if self.events else None
         self.clock.reduced()
-        self.done = True
+        self.done, self._unused = True, self._unused + 1
+        if self._unused == NO_STEP and self.stepped == self._made:
+            log.warning("%d batches without optimizer.step(): the model does not learn from them until an optimizer "
+                        "that prepare() got makes a step", NO_STEP)  # fmt: skip
 
-    def _reduce_weight(self, more: float = 0.0) -> tuple[torch.Tensor, Any]:
-        """The sum of all workers' weights, on its way while gradients are computed."""
-        total = torch.tensor(self.weight + more, dtype=torch.float64, device=self.world.device)
-        group = self.membership.group
-        return total, dist.all_reduce(total, group=group, async_op=True) if group is not None else None
+    def _together(self, facts: torch.Tensor, count: int) -> None:
+        """What travelled with the gradients says that all mean the same step. On a card it is read later."""
+        assert self.piece is not None
+        if facts.is_cuda:
+            return
+        _, given, turns = facts.tolist()
+        step = self.piece.share.step
+        if given not in (0, count):
+            raise UsageError(f"in step {step} {given:g} of {count} workers gave backward() a weight: all or none")
+        if turns != count * (step % TURN):
+            raise OutOfStepError(
+                f"the workers were not in the same step when they reduced gradients (rank {self.rank}: step {step}): "
+                f"a loop was left on some of them only: stop together by omni.agree(condition)"
+            )
 
-    def _reduce_first(self, failure: str | None = None) -> None:
+    def _reduce_first(self, failure: str | None = None) -> torch.Tensor:
         """The first step's gradients, reduced by hand: it shows which parameters have none, on any worker.
 
         DistributedDataParallel must know beforehand whether to look for such parameters in every step. Here all hear of
-        a ``failure``, too.
+        a ``failure``, too. Returns the sum of the weights.
         """
-        members = self.membership
-        used = [p.grad is not None for p in self.module.parameters() if p.requires_grad]
-        everywhere = self.world.gather((used, failure), members.talk(self.active)) if members.group else []
-        for message in [failure, *(theirs for _, theirs in everywhere)]:
+        members, place = self.membership, self.world.place("reducing the first gradients", self._setup)
+        trainable = [p for p in self._parameters if p.requires_grad]
+        used = [p.grad is not None for p in trainable]
+        mine = pickle.dumps((used, failure, self.weight, self._own_weights))
+        told = [pickle.loads(part) for part in members.meet(place, self.active, mine)]
+        for message in [failure, *(theirs for _, theirs, *_ in told)]:
             if message is not None:
                 raise OutOfMemoryError(message)
-        members.find_unused = not all(all(theirs) for theirs, _ in everywhere or [(used, None)])
+        if len({given for *_, given in told}) > 1:
+            raise UsageError("backward() got a weight on some workers and none on others: all or none")
+        anywhere = [any(flags) for flags in zip(*(flags for flags, *_ in told), strict=True)]
+        if members.find_unused is None:
+            members.find_unused = not all(all(flags) for flags, *_ in told)
         if members.group is not None:
-            reduction.by_hand(self.module, [theirs for theirs, _ in everywhere], members.group, self._compress)
+            needed = [p for p, somewhere in zip(trainable, anywhere, strict=True) if somewhere]
+            reduction.by_hand(self.world, needed, members.group, self.active, self._compress, place)
             members.wrap()
+        return torch.tensor(sum(weight for _, _, weight, _ in told), dtype=torch.float64)
 
     def give_up(self, error: OutOfMemoryError) -> NoReturn:
         """Memory does not suffice on this worker: the end, for all. In the first step all raise the same error."""
@@ -291,6 +377,7 @@ class SyncEngine(SyncLoop):
     def _may_step(self) -> bool:
         if self.accumulating:
             return False
+        self._unused = 0
         if self.piece is not None and not self._backwards:
             raise UsageError(
                 f"optimizer.step() before omni.backward(loss) in step {self.piece.share.step}: it takes the place of "
@@ -302,6 +389,9 @@ class SyncEngine(SyncLoop):
         return True
 
     def _stepped(self) -> None:
+        """The optimizer has used the gradient, or something else is done that follows it."""
+        if not self.accumulating:
+            self._unused = 0
         if self.piece is not None and self.source is not None and self.done:
             self.source.sampler.consumed(self.piece.share)  # a checkpoint saved now goes on behind this step
             now = self.source.sampler.step
@@ -322,8 +412,8 @@ class SyncEngine(SyncLoop):
 
     def _not_finite(self, step: int, loss: torch.Tensor) -> bool:
         """Raise, or say that the step is left out: False."""
-        group = self.membership.talk(self.active)
-        losses = self.world.gather(float(loss), group) if group is not None else [float(loss)]
+        place = self.world.place("a gradient that is not finite", f"of step {step}")
+        losses = [pickle.loads(part) for part in self.membership.meet(place, self.active, pickle.dumps(float(loss)))]
         told = ", ".join(f"rank {rank}: {loss:g}" for rank, loss in zip(self.active, losses, strict=True))
         if self.rank == self.active[0]:
             self.events.write("fault", step=step, what="non-finite gradient", then=self.nonfinite, detail=told)
@@ -346,6 +436,20 @@ class SyncEngine(SyncLoop):
             "unused": self.membership.find_unused,
             "stepped": self.stepped,
         }
+
+    def pack_for_peers(self) -> dict[str, Any]:
+        """What a worker of this job has to have, beside what a checkpoint holds: it may have missed that the script
+        froze something, or gradients that no optimizer has used yet."""
+        gradients = [p.grad for p in self._parameters] if self._unused else None
+        return {**self.pack(), "trainable": [p.requires_grad for p in self._parameters], "gradients": gradients}
+
+    def unpack_from_peer(self, state: dict[str, Any]) -> None:
+        for p, trainable in zip(self._parameters, state["trainable"], strict=True):
+            p.requires_grad_(trainable)
+        self.unpack(state)
+        gradients = state["gradients"] or [None] * len(self._parameters)
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            p.grad = None if gradient is None else gradient.to(p.device)
 
     def unpack(self, state: dict[str, Any]) -> None:
         if len(state["others"]) != len(self.others):
@@ -370,14 +474,11 @@ class SyncEngine(SyncLoop):
 
     def share_buffers(self) -> None:
         """Buffers (BatchNorm's running statistics) averaged over those who took part, so that all have the same."""
-        workers, buffers = self.active, [b for b in self.module.buffers() if b.numel()]
-        if len(workers) < 2 or not buffers or not self.takes_part:
-            return
-        group = self.membership.talk(workers)
-        with self.world.naming_the_culprit("averaging buffers"):
-            # All in one message: a deep network has hundreds of them, and each would cost a round trip.
-            values = torch.cat([buffer.detach().flatten().double() for buffer in buffers]).cpu()
-            dist.all_reduce(values, group=group)
-            means = (values / len(workers)).to(buffers[0].device).split([buffer.numel() for buffer in buffers])
-            for buffer, mean in zip(buffers, means, strict=True):
-                buffer.copy_(mean.view_as(buffer))
+        if self.takes_part:
+            self.statistics.average(self.world, self.membership, self.active)
+
+
+def _setup(trainable: list[bool]) -> str:
+    """Which parameters train, in a word: workers can only reduce together where it is the same."""
+    mark = hashlib.blake2b(bytes(trainable), digest_size=3).hexdigest()
+    return f"{sum(trainable)} of {len(trainable)} parameters train, {mark}"

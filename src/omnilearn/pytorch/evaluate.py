@@ -48,8 +48,11 @@ class EvalLoader:
         return len(self._feed)
 
     def __iter__(self) -> Iterator[Any]:
-        self._engine.settle()
-        self._engine.share_buffers()
+        engine = self._engine
+        engine.settle("evaluation")
+        place = engine.world.place("evaluation", f"{len(self._dataset)} samples")
+        engine.membership.meet(place, engine.participants)
+        engine.share_buffers()
         try:
             for batch in self._loader:
                 yield to_device(batch, self._device)

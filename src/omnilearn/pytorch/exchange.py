@@ -21,8 +21,7 @@ from omnilearn.engine.peers import Floats
 if TYPE_CHECKING:
     from omnilearn.pytorch.world import World
 
-PATIENCE = timedelta(seconds=5)
-"""How much longer than the thinker the others wait in an exchange: it knows who is late, and should be heard first."""
+TELLING = "exchanging timings"
 
 
 class Exchange:
@@ -36,7 +35,8 @@ class Exchange:
             for mail in world.mail.values():
                 mail.expect(len(row))
         else:
-            world.sent.append(dist.isend(torch.from_numpy(row), thinker, group=world.control, tag=world.tags[0]))
+            work = dist.isend(torch.from_numpy(row), thinker, group=world.control, tag=world.tags[0])
+            world.sent.append((work, thinker))
             self._length = torch.zeros(1, dtype=torch.int64)  # of the answer, which comes after it
             self._coming = self._receive(self._length)
 
@@ -67,8 +67,9 @@ class Exchange:
         return dist.irecv(tensor, self._thinker, group=self._world.control, tag=self._world.tags[1])
 
     def _wait(self, work: Any) -> None:
-        with self._world.naming_the_culprit(f"exchanging timings with rank {self._thinker}"):
-            work.wait(self._world.timeout + PATIENCE)
+        """As long as the thinker is alive: a parked worker waits for whatever the others do meanwhile."""
+        with self._world.naming_the_culprit(f"{TELLING} with rank {self._thinker}"):
+            self._world.listen(work, TELLING, self._thinker, mutual=True, patient=True)
 
 
 class Mail:
@@ -97,7 +98,10 @@ class Mail:
             # A row's end is not a number until it is here. (gloo's works are completed only by waiting for them.)
             while self._coming and (wait or not self._coming[0][0][-1].isnan()):
                 row, work = self._coming.popleft()
-                work.wait(timeout or self._world.timeout)
+                if timeout is None:
+                    self._world.listen(work, TELLING, self._rank, mutual=True)
+                else:
+                    work.wait(timeout)
         if not self._coming:
             self.flush(timeout)  # all that was told before: it would not have sent this row else
         return None if row is None else np.asarray(row.numpy())
@@ -119,4 +123,4 @@ class Mail:
         self._sent.clear()
 
     def _naming(self) -> Any:
-        return self._world.naming_the_culprit(f"exchanging timings with rank {self._rank}")
+        return self._world.naming_the_culprit(f"{TELLING} with rank {self._rank}")

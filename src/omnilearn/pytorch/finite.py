@@ -21,11 +21,14 @@ LATE = 4
 """Steps after which a check on the GPU is read."""
 FEW = 8
 ALL_EVERY = 50
+SOUND = torch.tensor(True)
 
 
 class Finite:
-    def __init__(self, module: nn.Module, every_time: bool) -> None:
-        self._parameters, self._every_time = list(module.parameters()), every_time
+    """``late``: some workers compute on cards, so that all read an answer later, at the same step."""
+
+    def __init__(self, module: nn.Module, every_time: bool, late: bool = False) -> None:
+        self._parameters, self._every_time, self._late_too = list(module.parameters()), every_time, late
         self._count = 0
         self._few: list[nn.Parameter] = []
         self._late: deque[tuple[int, torch.Tensor, Any, torch.Tensor]] = deque()
@@ -35,23 +38,28 @@ class Finite:
         gradients = self._looked_at()
         if not gradients:
             return None
-        if not gradients[0].is_cuda and isfinite(sum(map(float, torch._foreach_norm(gradients)))):
-            return None  # much the quickest on a CPU; squares may overflow where the gradient does not
-        finite = reduction.norms(gradients, float("inf")).isfinite().all()
-        if not finite.is_cuda or self._every_time:
+        on_card = gradients[0].is_cuda
+        if not on_card and isfinite(sum(map(float, torch._foreach_norm(gradients)))):
+            finite = SOUND  # much the quickest on a CPU; squares may overflow where the gradient does not
+        else:
+            finite = reduction.norms(gradients, float("inf")).isfinite().all()
+        if self._every_time or not (on_card or self._late_too):
             return None if bool(finite) else (step, loss)
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(finite, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late.append((step, answer, event, loss))
+        event = None
+        if on_card:
+            finite, answer = torch.empty((), dtype=torch.bool, pin_memory=True), finite
+            finite.copy_(answer, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._late.append((step, finite, event, loss))
         return self.outstanding(keep=LATE)
 
     def outstanding(self, keep: int = 0) -> tuple[int, torch.Tensor] | None:
         """What the checks under way on a card say, but for the last ``keep``."""
         while len(self._late) > keep:
             step, answer, event, loss = self._late.popleft()
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             if not answer:
                 self._late.clear()
                 return step, loss
@@ -60,11 +68,16 @@ class Finite:
     def _looked_at(self) -> list[torch.Tensor]:
         everything = self._every_time or self._count % ALL_EVERY == 0
         self._count += 1
-        few = [] if everything else [p.grad for p in self._few if p.grad is not None]
+        few = [] if everything else [_dense(p.grad) for p in self._few if p.grad is not None]
         if few:
             return few
         used = [p for p in self._parameters if p.grad is not None]
         small = {id(p) for p in sorted(used, key=lambda p: p.numel())[: (len(used) + 1) // 2]}
         spread = [p for p in used if id(p) in small][:: -max(1, len(small) // FEW)]  # the last one first
         self._few = spread[:FEW]
-        return [p.grad for p in used if p.grad is not None]
+        return [_dense(p.grad) for p in used if p.grad is not None]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Its numbers: of a sparse one, those that it has."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -7,6 +7,8 @@ rebuilds nothing. What happens between two batches is left to the engine.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -18,10 +20,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from omnilearn.data import Sampler, Share
+from omnilearn.data import Sampler, Share, compare
 from omnilearn.data.cut import Cut
+from omnilearn.data.sampler import NONE, too_small
 from omnilearn.engine.source import Engine, Piece, Source
-from omnilearn.errors import InfeasibleError, UsageError
+from omnilearn.errors import InfeasibleError, UsageError, meant
 from omnilearn.pytorch import micro
 
 
@@ -53,8 +56,11 @@ class TrainLoader(Source):
     def pull(self) -> Iterator[list[int]]:
         """Index lists for the DataLoader, which asks for them ahead of time."""
         for share in self.sampler.shares(self._engine.rank):
-            indices = share.indices.tolist()
-            for part, first, last in _parts(indices, self.cut):
+            if lent := share.lent.tolist():
+                self._pieces.append(Piece(share, 0, True, True, len(lent)))
+                yield lent
+                continue
+            for part, first, last in _parts(share.indices.tolist(), self.cut):
                 self._pieces.append(Piece(share, len(part), first, last))
                 yield part
 
@@ -144,6 +150,8 @@ class StreamLoader(TrainLoader):
         engine: Engine,
         batches: tuple[int, ...],
         minimum: int,
+        smallest: int,
+        last: str,
         micro_batch: int | None,
         device: torch.device,
         **options: Any,
@@ -153,10 +161,8 @@ class StreamLoader(TrainLoader):
                 f"an IterableDataset with num_workers={options['num_workers']} cannot be read exactly once: several "
                 f"processes would each read the whole stream: use num_workers=0 or 1, or a map-style dataset"
             )
-        if options.pop("drop_last", False):
-            raise InfeasibleError("an IterableDataset with drop_last=True: its end is not known before: leave it out")
         self._collate = options.pop("collate_fn", None) or default_collate
-        self._minimum, self._generator = minimum, None
+        self._minimum, self._smallest, self._last, self._generator = minimum, smallest, last, None
         self._stream: DataLoader[Any] = DataLoader(
             options.pop("dataset"), batch_size=None, collate_fn=_as_is, **options
         )
@@ -171,7 +177,7 @@ class StreamLoader(TrainLoader):
     def steps(self) -> None:
         return None
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, int], epoch: int | None = None) -> None:
         self.sampler.load_state_dict(state)
         self._fresh = True
 
@@ -187,20 +193,24 @@ class StreamLoader(TrainLoader):
         for _ in range(self.sampler.offset):
             next(samples, None)
         step, offset = self.sampler.step, self.sampler.offset
-        ahead: deque[Any] = deque()  # up to two steps, so that the end of the stream is seen in time
+        ahead: deque[Any] = deque()  # so many that the end of the stream is seen in time
         while True:
-            batches = self.sampler.batches_at(step)
-            ahead.extend(islice(samples, 2 * sum(batches) - len(ahead)))
-            if not ahead:
+            cut = Cut(self.sampler.batches_at(step), self._minimum, self._last)
+            ahead.extend(islice(samples, (2 if self._last == "merge" else 1) * cut.total - len(ahead)))
+            count = cut.take(len(ahead))
+            if not count:
                 return
-            cut = Cut(batches, self._minimum)
-            sizes = cut.sizes(cut.take(len(ahead)))
-            taken = [ahead.popleft() for _ in range(sum(sizes))]
+            if count < self._smallest:
+                raise UsageError(too_small(count, self._smallest, "the last step of the stream"))
+            sizes, taken = cut.sizes(count), [ahead.popleft() for _ in range(count)]
             rank = self._engine.rank
             start = sum(sizes[:rank])
             mine = taken[start : start + sizes[rank]]
-            share = Share(step, self.sampler.epoch, offset, tuple(sizes), np.empty(0, dtype=np.int64))
-            for part, first, last in _parts(mine, self.cut):
+            share = Share(step, self.sampler.epoch, offset, tuple(sizes), NONE, cut.active)
+            if rank in cut.active and not mine:
+                self._pieces.append(Piece(share, 0, True, True, self._smallest))
+                yield self._collate(taken[: self._smallest])
+            for part, first, last in _parts(mine, self.cut) if mine or rank not in cut.active else ():
                 self._pieces.append(Piece(share, len(part), first, last))
                 yield self._collate(part) if part else None
             step, offset = step + 1, share.end
@@ -292,8 +302,28 @@ def _moved(batch: Any, device: torch.device, user: torch.cuda.Stream | None) -> 
         return batch.to(device)
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers on the CPU begin with this seed; afterwards they are what they were."""
+    with compare.numbers(seed), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def last_of(options: dict[str, Any]) -> str:
+    """What becomes of the rest of an epoch, by ``last`` or DataLoader's ``drop_last``."""
+    last, drop = options.pop("last", None), options.pop("drop_last", False)
+    if last is not None and drop and last != "drop":
+        raise UsageError(f"loader() got drop_last=True and last={last!r}: give one of them")
+    return "drop" if drop else last or "keep"
+
+
 def check_options(options: dict[str, Any], train: bool) -> None:
-    """Refuse DataLoader keywords that contradict what OmniLearn does."""
+    """Refuse keywords that nobody knows, and those of DataLoader that contradict what OmniLearn does."""
+    known = [*inspect.signature(DataLoader.__init__).parameters][2:] + ["last", "check_data"] * train
+    for name in options:
+        if name not in known:
+            raise UsageError(f"loader() has no option {name!r}{meant(name, [*known, 'train'])}")
     if not train and options.pop("drop_last", False):
         raise UsageError("loader(train=False) takes no drop_last: every sample is evaluated once")
     for name, why in {

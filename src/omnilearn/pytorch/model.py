@@ -1,54 +1,47 @@
-"""What prepare returns: the model as the user knows it, and an optimizer and scheduler that act once per step."""
+"""What ``prepare`` does to the user's own objects: an optimizer and a scheduler act once per step; the model stays what
+it is, but can be reached as ``model.module``, too."""
 
 from __future__ import annotations
 
+import copyreg
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from omnilearn.pytorch.membership import Membership
+from omnilearn.errors import UsageError
+
+log = logging.getLogger("omnilearn")
 
 
-class OmniModel(nn.Module):
-    """The user's model, reduced over whoever takes part in the step.
+def own(model: nn.Module) -> nn.Module:
+    """The user's model, out of a wrapper that was left in the script."""
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        log.warning("the model given to prepare() is wrapped in %s, which OmniLearn does by itself: the model inside "
+                    "is used, and returned; leave the wrapper out", type(model).__name__)  # fmt: skip
+        return own(model.module)
+    for name, layer in model.named_modules():
+        if isinstance(layer, (DistributedDataParallel, DataParallel)) or type(layer).__name__.startswith("FSDP"):
+            raise UsageError(
+                f"the model given to prepare() has a {type(layer).__name__} inside ({name or 'itself'}), which reduces "
+                f"gradients by itself: give prepare() the model without it"
+            )
+    return model
 
-    Attributes, ``state_dict`` and ``load_state_dict`` are the inner model's own, without prefixes; ``.module`` is it.
-    """
 
-    def __init__(self, module: nn.Module, membership: Membership) -> None:
-        super().__init__()
-        self.module = module
-        object.__setattr__(self, "_membership", membership)
+def name_module(model: nn.Module) -> None:
+    """``model.module`` is the model, as with DistributedDataParallel, unless it has something of that name."""
+    if not hasattr(model, "module"):
+        model.__dict__["module"] = model  # not as a layer of its own
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        self._membership.called = True  # written, never read here: torch.compile would specialise on it
-        wrapped = self._membership.wrapped
-        if wrapped is None:
-            return self.module(*args, **kwargs)
-        with self._membership.guard("computing"):  # DDP agrees on its buckets in a forward pass
-            return wrapped(*args, **kwargs)
 
-    def used(self) -> bool:
-        """Whether the model was called since this was last asked."""
-        called, self._membership.called = self._membership.called, False
-        return called
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+def forget_module(model: nn.Module) -> None:
+    if model.__dict__.get("module") is model:
+        del model.__dict__["module"]
 
 
 def gate(target: Any, method: str, allowed: Callable[[], bool], after: Callable[[], None] | None = None) -> None:
@@ -74,7 +67,15 @@ def gate(target: Any, method: str, allowed: Callable[[], bool], after: Callable[
         setattr(target, method, MethodType(gated, target))
     else:
         kind = type(target)
-        target.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__})
+        plain = getattr(kind, "_before_gates", kind)
+
+        def reduce(it: Any, protocol: Any) -> Any:
+            """A copy, pickled or not, is of the class that it was, and acts by itself."""
+            _, _, *rest = plain.__reduce_ex__(it, protocol)  # type: ignore[call-arg,str-unpack]
+            return copyreg._reconstructor, (plain, object, None), *rest  # type: ignore[attr-defined]
+
+        own = {method: gated, "__reduce_ex__": reduce, "_before_gates": plain, "__module__": kind.__module__}
+        target.__class__ = type(kind.__name__, (kind,), own)
 
 
 def smallest_batch(module: nn.Module) -> int:
@@ -84,7 +85,18 @@ def smallest_batch(module: nn.Module) -> int:
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
-    """What has to be the same on all ranks for gradients to be added up."""
+    """What has to be the same on all ranks for gradients to be added up. Strides, too: numbers travel as they lie."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    shapes = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters.items()}
-    return shapes | {name: (tuple(b.shape), str(b.dtype)) for name, b in buffers.items()}
+    shapes = {name: (tuple(p.shape), str(p.dtype), _layout(p), p.requires_grad) for name, p in parameters.items()}
+    return shapes | {name: (tuple(b.shape), str(b.dtype), _layout(b)) for name, b in buffers.items()}
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """In which order the dimensions lie in memory; those of size 1 lie anywhere."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    order = sorted(
+        (-stride, k) for k, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)) if size > 1
+    )
+    dimensions = [k for _, k in order]
+    return "contiguous" if dimensions == sorted(dimensions) else f"dimensions {dimensions}"

@@ -12,18 +12,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from omnilearn.control import Policy
-from omnilearn.data import Sampler
-from omnilearn.engine.facade import Facade, check_mode, check_timeout
+from omnilearn.data import Sampler, compare
+from omnilearn.engine.facade import Facade, check_mode, check_names, check_save, check_timeout
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
 from omnilearn.pytorch import attempt, checkpoint, checks
+from omnilearn.pytorch import model as models
 from omnilearn.pytorch.engine import SyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
-from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, take_over
+from omnilearn.pytorch.loader import StreamLoader, TrainLoader, check_options, last_of, seeded, take_over
 from omnilearn.pytorch.model import smallest_batch
 from omnilearn.pytorch.world import World
 
@@ -69,6 +69,7 @@ class OmniLearn(Facade):
     _checkpoint_file = checkpoint.FILE
 
     def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
+        check_names(OmniLearn.__init__, options, "OmniLearn()")
         if cls is OmniLearn and mode == "async":
             from omnilearn.pytorch.asynchronous.omni import AsyncOmniLearn
 
@@ -84,7 +85,7 @@ class OmniLearn(Facade):
         min_batch: int | None = None,
         max_batch: int | None = None,
         multiple_of: int = 1,
-        park: bool = True,
+        park: bool | None = None,
         micro_batch: int | None = None,
         nonfinite: str = "raise",
         compress: str | None = None,
@@ -94,14 +95,14 @@ class OmniLearn(Facade):
         timeout: float = 1800.0,
         staleness: str = "apply",
         threshold: int | None = None,
-        lr_scaling: str = "linear",
+        lr_scaling: str | None = None,
         lease_timeout: float = 60.0,
         join: str | None = None,
     ) -> None:
         check_timeout(timeout)
         self._world = self._meet_world(device, timedelta(seconds=timeout), join)
         with self._world.alike():
-            check_mode(mode, staleness, threshold, lr_scaling)
+            check_mode(mode, staleness, threshold, lr_scaling, park)
             checks.options(mode, compress, lease_timeout, join)
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
@@ -109,7 +110,7 @@ class OmniLearn(Facade):
             )  # fmt: skip
         kept["compress"] = self._compress = compress
         if mode == "async":
-            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling,
+            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling or "linear",
                      "lease_timeout": lease_timeout}  # fmt: skip
         self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
@@ -148,6 +149,7 @@ class OmniLearn(Facade):
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
         with self._world.alike():
             checks.prepared(model, optimizer, others, self._micro_batch if self.world_size > 1 else None)
+            model = models.own(model)
             model.to(self.device)
             problem = self._found_problem(smallest_batch(model))
         self._engine = SyncEngine(
@@ -163,8 +165,9 @@ class OmniLearn(Facade):
             on_plan=self._announce,
             events=self._events,
         )
+        models.name_module(model)
         atexit.register(self._at_exit)
-        return (self._engine.model, optimizer, *others)
+        return (model, optimizer, *others)
 
     def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
         """Batches of ``data`` for this worker: a dataset, with DataLoader's keywords, or a DataLoader to take over.
@@ -184,28 +187,37 @@ class OmniLearn(Facade):
         if not train:
             check_options(options, train=False)
             return EvalLoader(engine, data, self.device, self.global_batch, **options)
-        engine.settle()
+        engine.settle("loader()")
+        check_data = options.pop("check_data", True)
         with self._world.alike():
             check_options(options, train=True)
             loader = self._train_loader(engine, data, bool(shuffle), options)
         size = None if isinstance(loader, StreamLoader) else loader.sampler.size
         self._adopt(loader, size, shuffle)
+        if check_data and size is not None and self.world_size > 1:
+            hosts = [worker.host for worker in self._world.resources]
+            compare.same_samples(compare.fingerprints(data, size, seeded), self._world.gather, hosts)
         return loader
 
     def _train_loader(self, engine: SyncEngine, data: Any, shuffle: bool, options: dict[str, Any]) -> TrainLoader:
         minimum, batches = int(engine.planner.problem.minimum[0]), engine.planner.plan.batches
+        smallest, last = smallest_batch(engine.module), last_of(options)
         if isinstance(data, IterableDataset):
             if shuffle:
                 raise InfeasibleError("an IterableDataset cannot be shuffled by the loader: shuffle inside the dataset")
-            return StreamLoader(engine, batches, minimum, self._micro_batch, self.device, dataset=data, **options)
+            return StreamLoader(
+                engine, batches, minimum, smallest, last, self._micro_batch, self.device, dataset=data, **options
+            )
         try:
             size = len(data)
         except TypeError as error:
             raise UsageError(
                 f"{type(data).__name__} has no length: give a map-style dataset or an IterableDataset"
             ) from error
-        drop_last = options.pop("drop_last", False)
-        sampler = Sampler(size, batches, minimum=minimum, shuffle=shuffle, seed=self.seed, drop_last=drop_last)
+        if size < self.global_batch and self._world.is_main:
+            log.warning("global_batch=%d is more than the %d samples of the data set: each epoch is one step of %d",
+                        self.global_batch, size, size)  # fmt: skip
+        sampler = Sampler(size, batches, minimum=minimum, shuffle=shuffle, seed=self.seed, last=last, smallest=smallest)
         options.setdefault("pin_memory", self.device.type == "cuda")
         return TrainLoader(engine, sampler, self._micro_batch, self.device, dataset=data, **options)
 
@@ -256,21 +268,38 @@ class OmniLearn(Facade):
         the step, outside over all. Numbers and one-element tensors give a float.
         """
         engine = self._prepared("mean()")
-        engine.settle()
+        engine.settle("mean()")
         if weight is None:
             weight = float(engine.piece.samples) if engine.piece is not None else 1.0
         tensor = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
         total = torch.cat(
             [(tensor * weight if weight else torch.zeros_like(tensor)).reshape(-1), torch.tensor([float(weight)])]
         )
-        group = engine.membership.talk(engine.participants)
-        if group is not None:
-            with self._world.naming_the_culprit("averaging a value"):
-                dist.all_reduce(total, group=group)
+        total = self._total(total, f"mean() of {'x'.join(map(str, tensor.shape)) or 'a number'}")
         if total[-1] == 0:
             raise UsageError("mean() over workers whose weights are all 0")
         result = total[:-1] / total[-1]
         return result.item() if tensor.numel() == 1 else result.reshape(tensor.shape)
+
+    def _total(self, values: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over those who run the script now, added up in the order of ranks."""
+        engine = self._prepared(what)
+        parts = engine.membership.meet(self._world.place(what), engine.participants, values.numpy().tobytes())
+        return torch.stack([torch.frombuffer(bytearray(part), dtype=values.dtype) for part in parts]).sum(dim=0)
+
+    def agree(self, condition: Any, *, how: str = "any") -> bool:
+        """Whether ``condition`` holds on any worker (``how="all"``: on all of them): the same answer on all.
+
+        The way to stop together: ``if omni.agree(loss < 0.1): break``. Inside the loop it is over the workers that
+        take part in the step; call it in the same step on all of them.
+        """
+        if how not in ("any", "all"):
+            raise UsageError(f"agree() takes how='any' or how='all', got {how!r}")
+        engine = self._prepared("agree()")
+        engine.settle("agree()")
+        place = self._world.place("agree()")
+        answers = engine.membership.meet(place, engine.participants, bytes([bool(condition)]))
+        return (any if how == "any" else all)(answer != b"\0" for answer in answers)
 
     # Checkpoints
 
@@ -282,34 +311,34 @@ class OmniLearn(Facade):
         ``every``: in the loop, after ``optimizer.step()``: save after every so many steps of the job, else do nothing.
         """
         engine = self._prepared("save()")
+        check_save(every, extra)
         if not self._is_due(every):
             return
         if engine.accumulating or (engine.piece is not None and engine._backwards and not engine.done):
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
-        engine.settle()
+        engine.settle("save()")
+        workers, place = engine.participants, self._world.place("save()")
+        engine.membership.meet(place, workers)
         engine.share_buffers()
-        workers = engine.participants
         group = engine.membership.talk(workers)
         mine = checkpoint.random_state(self.device)
-        states = [mine] if group is None else self._world.gather(mine, group, "saving a checkpoint")
-        error = None
+        states = self._world.collect(mine, workers[0], group, "save()", workers)
+        error = ""
         if self.rank == workers[0]:
             state = {
                 **engine.pack(),
-                "sampler": self._position,
+                **self._position,
                 "policy": self._policy_facts(),
                 "random": {int(rank): state for rank, state in zip(workers, states, strict=True)},
                 "global_batch": self.global_batch,
                 "extra": extra,
             }
             try:
-                checkpoint.check_plain("extra", extra)
                 checkpoint.write(folder, state)
             except Exception as failure:
                 error = f"rank {self.rank} cannot write a checkpoint to {folder}: {failure}"
-        errors = self._world.gather(error, group) if group is not None else [error]
-        for message in filter(None, errors):
-            raise UsageError(message)
+        for message in filter(None, engine.membership.meet(place, workers, error.encode())):
+            raise UsageError(message.decode())
         if self.rank == workers[0]:
             self._tell_checkpoint("saved", folder)
         # A continued run begins with a new wrapper, whose first step adds up in another order: this run does the same.
@@ -335,9 +364,9 @@ class OmniLearn(Facade):
             engine.wrap()
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} does not fit this model and optimizer: {error}") from error
-        self._resume(state["policy"], state["sampler"])
+        self._resume(state["policy"], state["sampler"], state.get("samplers"))
         engine.stepped = engine.step, engine.step
-        if self.is_main:
+        if self._world.is_main:
             self._tell_checkpoint("loaded", folder, engine.step)
         if self.rank in state["random"]:
             checkpoint.restore_random_state(state["random"][self.rank], self.device)
@@ -348,7 +377,7 @@ class OmniLearn(Facade):
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
         self._tracking.close()
-        for loader in self._sources:
+        for loader in self._alive:
             loader.close()
         if self._engine is not None:
             self._abandon()
@@ -356,7 +385,9 @@ class OmniLearn(Facade):
 
     def _finish(self) -> None:
         assert self._engine is not None
-        self._engine.settle()
+        if self._world.broken:
+            return
+        self._engine.settle("the end of the script, or close()")
         self._engine.planner.drain()
         with contextlib.suppress(OmniLearnError, RuntimeError):  # who parked may be behind, and needs what it was sent
             self._engine.membership.flush()
@@ -365,7 +396,10 @@ class OmniLearn(Facade):
     def _abandon(self) -> None:
         """Leave the others, whatever they do."""
         assert self._engine is not None
+        self._engine.forget_loop()
+        self._engine.end_threads()
         self._engine.membership.close()
+        models.forget_module(self._engine.module)
 
     def _at_exit(self) -> None:
         """A script that does not close: the parked may still wait to hear that the others left the loop."""
@@ -374,6 +408,12 @@ class OmniLearn(Facade):
             self._world.report_failure(uncaught)
         if not self._world.failed:
             self._world.timeout = min(self._world.timeout, AT_EXIT)
-            with contextlib.suppress(OmniLearnError, RuntimeError):
+            try:
                 self.close()
+            except (OmniLearnError, RuntimeError) as error:
+                print(f"omnilearn: rank {self.rank}: {error}", file=sys.stderr, flush=True)
+                self._world.report_failure(error)
+        if self._engine is not None:
+            self._engine.end_threads()
+        self._world.end_threads()
         self._events.write("end", ok=False, error=self._world.error)

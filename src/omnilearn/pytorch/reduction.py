@@ -1,73 +1,47 @@
-"""Gradients beside what DistributedDataParallel does: the first step's reduction, fewer bits, weights, norms."""
+"""Gradients beside what DistributedDataParallel does: the first step's reduction, the user's weights, norms."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-COMPRESSED = {"bf16": torch.bfloat16}
-"""What gradients may be sent as, by the names that users give."""
+from omnilearn.pytorch.reducer import packed
+from omnilearn.pytorch.watch import Place
+from omnilearn.pytorch.world import World
 
 
-def _packed(gradient: torch.Tensor, count: int, kind: torch.dtype | None) -> torch.Tensor:
-    """This worker's part of an average over ``count``, as it is sent: divided before it loses bits, in place."""
-    gradient /= count
-    fewer = kind is not None and gradient.is_floating_point() and gradient.itemsize > kind.itemsize
-    return gradient.to(kind) if fewer else gradient
-
-
-class Compressed:
-    """DistributedDataParallel's buckets on their way as ``kind``: ``send`` is its hook, ``finish`` puts them back.
-
-    Not by the future of the reduction: gloo's knows nothing of a card's streams. Gradients are views of the buckets.
-    """
-
-    def __init__(self, kind: torch.dtype) -> None:
-        self._kind = kind
-        self._pending: list[tuple[torch.Tensor, torch.Tensor, dist.Work]] = []
-
-    def send(self, bucket: dist.GradBucket, group: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        sent = _packed(buffer, group.size(), self._kind)
-        self._pending.append((buffer, sent, dist.all_reduce(sent, group=group, async_op=True)))
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
-        done.set_result(buffer)
-        return done
-
-    def finish(self) -> None:
-        """After the backward pass: the averages are the gradients."""
-        for buffer, sent, work in self._pending:
-            work.wait()
-            buffer.copy_(sent)
-        self._pending.clear()
-
-
-def by_hand(module: nn.Module, used: list[list[bool]], group: Any, kind: torch.dtype | None) -> None:
-    """Average the gradients over the group, of all parameters that somebody has one of; sent as ``kind``."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    for p, *anywhere in zip(parameters, *used, strict=True):
-        if any(anywhere):
+def by_hand(
+    world: World,
+    parameters: Sequence[nn.Parameter],
+    group: Any,
+    workers: Sequence[int],
+    kind: torch.dtype | None,
+    place: Place,
+) -> None:
+    """Add up the gradients of these parameters over the group; sent as ``kind``."""
+    with world.naming_the_culprit(str(place)):
+        for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            sent = _packed(p.grad, len(used), kind)
-            dist.all_reduce(sent, group=group)
-            p.grad.copy_(sent)
+            sent = packed(p.grad, kind)
+            world.wait(dist.all_reduce(sent, group=group, async_op=True), place, workers)
+            if sent is not p.grad:
+                p.grad.copy_(sent)
 
 
-def divide(module: nn.Module, reduction: tuple[torch.Tensor, Any], assumed: int) -> None:
+def divide(module: nn.Module, total: torch.Tensor, assumed: int) -> None:
     """Gradients that were weighted for a sum of ``assumed``, made those for the sum that was reduced meanwhile."""
-    total, work = reduction
-    if work is not None:
-        work.wait()
     factor = assumed / total
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for p in module.parameters():
         if p.grad is not None:
-            by_type.setdefault(p.grad.dtype, []).append(p.grad)
+            if p.grad.is_sparse:
+                p.grad.mul_(factor.to(p.grad.dtype))
+            else:
+                by_type.setdefault(p.grad.dtype, []).append(p.grad)
     for kind, same in by_type.items():
         torch._foreach_mul_(same, factor.to(kind if kind.is_floating_point else torch.float32))
 

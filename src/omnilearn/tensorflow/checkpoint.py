@@ -25,7 +25,7 @@ def write(folder: str | os.PathLike[str], variables: Sequence[Any], facts: dict[
     unfinished = path.parent / f".{FILE}.tmp"  # what a crash leaves is overwritten the next time
     # As bytes: NumPy's format does not know bfloat16.
     kinds = [[str(array.dtype), list(array.shape)] for array in arrays]
-    text = json.dumps({"version": VERSION, "arrays": kinds, **facts})
+    text = json.dumps({"version": VERSION, "arrays": kinds, **facts}, default=_number)
     data: dict[str, Any] = {str(k): np.frombuffer(array.tobytes(), dtype=np.uint8) for k, array in enumerate(arrays)}
     data["facts"] = np.frombuffer(text.encode(), dtype=np.uint8)
     try:
@@ -73,9 +73,16 @@ def _read(folder: str | os.PathLike[str]) -> tuple[list[tuple[str, list[int], by
     return arrays, facts
 
 
+def _number(value: Any) -> Any:
+    """NumPy's numbers are Python's to JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be written")
+
+
 def check_plain(value: Any) -> None:
     """Refuse what JSON cannot hold."""
     try:
-        json.dumps(value)
+        json.dumps(value, default=_number)
     except (TypeError, ValueError) as error:
         raise UsageError(f"extra must be made of numbers, strings, lists and dicts ({error})") from error

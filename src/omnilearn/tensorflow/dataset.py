@@ -226,14 +226,15 @@ class TrainDataset(Source):
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, share: Share, pool: ThreadPoolExecutor | None) -> Callable[[], Any]:
-        if not len(share.indices):
+        indices = share.indices if len(share.indices) else share.lent
+        if not len(indices):
             return lambda: None
-        fetch = partial(self._samples.fetch, share.indices, share.epoch)
+        fetch = partial(self._samples.fetch, indices, share.epoch)
         return fetch if pool is None else pool.submit(fetch).result
 
 
 def _whole(share: Share, batch: Callable[[], Any]) -> tuple[Piece, Any]:
-    return Piece(share, len(share.indices), first=True, last=True), batch()
+    return Piece(share, len(share.indices), first=True, last=True, lent=len(share.lent)), batch()
 
 
 class EvalDataset:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from types import CodeType
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -30,6 +32,8 @@ log = logging.getLogger("omnilearn")
 
 MOST_FUNCTIONS = 8
 """More functions than this to compute a loss are taken for one that is made anew in every step."""
+MOST_TRACES = 8
+"""So many traces of one function are kept, where numbers that it reads change."""
 
 
 class NonFiniteError(OmniLearnError, ArithmeticError):
@@ -59,6 +63,15 @@ class Clock:
         self._steps.clear()
 
 
+class _Traced(NamedTuple):
+    """A step in TensorFlow's hands; ``length``: of the flat gradient that it reduces. ``kept``: what identifies it
+    stays alive, so that its number is given to nothing else."""
+
+    function: Any
+    length: int
+    kept: Any
+
+
 class SyncEngine(SyncLoop):
     """Drives the loop from inside ``dataset`` and ``step``."""
 
@@ -83,11 +96,15 @@ class SyncEngine(SyncLoop):
         self.nonfinite, self.micro_batch, self.skipped = nonfinite, micro_batch, 0
         self.updates = self.samples = 0
         optimizer.build(model.trainable_variables)
+        self._known = list(model.trainable_variables)
+        self._weights = list(model.weights)
+        self._trained = tuple(bool(weight.trainable) for weight in self._weights)
+        self._warned = False
+        self.piece: Piece | None = None
         # Not their paths: Keras numbers layers by how many were made before.
         world.agree("models", {f"variable {k} ({v.name})": (*v.shape, v.dtype) for k, v in enumerate(self.variables)})
         self._groups: dict[Workers, Group] = {}
-        self._functions: dict[Any, tuple[int, Any]] = {}
-        self._kept: list[Any] = []
+        self._functions: dict[Any, _Traced] = {}
         if world.control is not None:
             self.send(world.control, source=0)
 
@@ -150,6 +167,7 @@ class SyncEngine(SyncLoop):
     # A step
 
     def hand_out(self, piece: Piece) -> None:
+        self.piece = piece
         self.begin_share(piece.share)
 
     def take_back(self, source: Source, piece: Piece) -> None:
@@ -173,14 +191,20 @@ class SyncEngine(SyncLoop):
             )
         alone, samples = len(self.active) < 2, share.sizes[self.rank]
         batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
-        number, function = self._function(compute_loss, batch, weight is not None, alone)
-        part, keys = float(samples if weight is None else weight) / share.total, (0, 0, 0)
+        traced = self._function(compute_loss, batch, weight is not None, alone)
+        function = traced.function
+        part, keys = float(samples if weight is None or not samples else weight) / share.total, (0, 0, 0)
         if not alone:
             group = self.group(self.active)
-            keys = (len(group), group.key, group.instance("gradient", number))
+            keys = (len(group), group.key, group.instance("gradient", traced.length))
+        # Samples that were only lent leave nothing behind.
+        lent = self.piece is not None and self.piece.lent
+        kept = [(v, v.numpy()) for v in self.model.non_trainable_weights] if lent else []
         with self.world.naming_the_culprit("reducing gradients"):
             loss, facts = function(batch, tf.constant(part, tf.float64), tf.constant(keys, tf.int32))
             ready, end, finite, own = facts.numpy().tolist()
+        for variable, before in kept:
+            variable.assign(before)
         self.clock.add(ready, end)
         self.done, self.loss = True, own
         self.samples += share.total
@@ -205,28 +229,55 @@ class SyncEngine(SyncLoop):
         log.warning("step %d left out: its gradient is not finite (losses: %s)", step, told)
 
     def _function(self, compute_loss: Callable[[Any], Any], batch: Any, weighted: bool, alone: bool) -> Any:
-        """The traced step for this way of computing a loss, and its number."""
+        """The traced step for this way of computing a loss."""
         parts = tuple((part.dtype, *part.shape[1:]) for part in tf.nest.flatten(batch))
-        key = (_identity(compute_loss), type(batch), parts, weighted, alone)
+        identity, held = _identity(compute_loss)
+        key = (identity, type(batch), parts, weighted, alone, self._trainable())
         if key not in self._functions:
+            self._make_room(identity)
             spec = tf.nest.map_structure(any_size, batch)
-            if len({known for known, *_ in self._functions}) >= MOST_FUNCTIONS:
-                raise UsageError(
-                    f"step() has seen {MOST_FUNCTIONS} different functions to compute a loss, each of which TensorFlow "
-                    f"must trace: define it once, before the loop"
-                )
+            lengths: list[int] = []
 
             def step(batch: Any, part: Any, keys: Any) -> Any:
-                return self._step(compute_loss, batch, part, weighted, None if alone else tf.unstack(keys, 3))
+                return self._step(compute_loss, batch, part, weighted, None if alone else tf.unstack(keys, 3), lengths)
 
             signature = [spec, tf.TensorSpec([], tf.float64), tf.TensorSpec([3], tf.int32)]
             # Concrete, because to look for the right trace takes TensorFlow about half a millisecond per call.
             traced = tf.function(step, input_signature=signature).get_concrete_function()
-            self._functions[key] = len(self._functions), traced
-            self._kept.append(compute_loss)  # so that what identifies it stays alive
+            self._functions[key] = _Traced(traced, lengths[0] if lengths else 0, [compute_loss, held])
         return self._functions[key]
 
-    def _step(self, compute: Any, batch: Any, part: Any, weighted: bool, reduce: Any) -> Any:
+    def _make_room(self, identity: tuple[Any, ...]) -> None:
+        """A few functions are kept, and a few traces of each. Raises where one is defined anew in every step."""
+        if len({known[0] for known, *_ in self._functions} | {identity[0]}) > MOST_FUNCTIONS:
+            raise UsageError(
+                f"step() has seen {MOST_FUNCTIONS} different functions to compute a loss, each of which TensorFlow "
+                f"must trace: define it once, before the loop"
+            )
+        same = [key for key in self._functions if key[0][0] == identity[0] and key[0] != identity]
+        if len(same) >= MOST_TRACES:
+            if not self._warned:
+                self._warned = True
+                log.warning("TensorFlow has traced the function that computes the loss %d times, as a number that it "
+                            "reads keeps changing: a tf.Variable that is assigned to costs no trace",
+                            len(same))  # fmt: skip
+            del self._functions[same[0]]
+
+    def _trainable(self) -> tuple[bool, ...]:
+        """Which weights train now: a layer that is frozen or unfrozen is another step."""
+        trainable = tuple(bool(weight.trainable) for weight in self._weights)
+        if trainable != self._trained:
+            known = {id(v) for v in self._known}
+            strangers = [v.path for v in self.model.trainable_variables if id(v) not in known]
+            if strangers:
+                raise UsageError(
+                    f"{strangers[0]} is trainable now and was not when prepare() was called: Keras gives an optimizer "
+                    f"its variables once: make it trainable before prepare(), and freeze it afterwards"
+                )
+            self._trained = trainable
+        return trainable
+
+    def _step(self, compute: Any, batch: Any, part: Any, weighted: bool, reduce: Any, lengths: list[int]) -> Any:
         variables, gradients, own = self._gradient(compute, batch)
         with tf.control_dependencies([*gradients, own]):
             ready = end = tf.timestamp()
@@ -235,6 +286,7 @@ class SyncEngine(SyncLoop):
             kind = _widest([gradient.dtype for gradient in gradients])
             parts = [tf.cast(tf.reshape(value, [-1]), kind) for value in (*gradients, own, 1.0)]
             flat = tf.concat(parts, axis=0) * tf.cast(part, kind)
+            lengths.append(int(flat.shape[0]))
             with tf.control_dependencies([flat]):
                 ready = tf.timestamp()
             with tf.control_dependencies([ready]):
@@ -335,13 +387,41 @@ def any_size(part: Any) -> Any:
     return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
 
 
-def _identity(function: Any) -> Any:
-    """The same for a function made anew in every step, as long as it would do the same."""
+def _identity(function: Any) -> tuple[Any, list[Any]]:
+    """The same for a function made anew in every step, as long as it would do the same; and what must be kept, so that
+    no number in it is given to something else. Numbers and words that it reads count by value: tracing writes them into
+    the graph."""
     inner, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
     if not hasattr(inner, "__code__"):
-        return id(function)
-    cells = tuple(id(cell.cell_contents) for cell in inner.__closure__ or ())
-    return id(inner.__code__), id(owner), cells, id(inner.__defaults__)
+        return id(function), [function]
+    read = [_content(cell) for cell in inner.__closure__ or ()]
+    read += [inner.__globals__[name] for name in _names(inner.__code__) if name in inner.__globals__]
+    read += [inner.__defaults__, inner.__kwdefaults__]
+    return (id(inner.__code__), id(owner), *map(_mark, read)), [owner, read]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+@lru_cache(maxsize=256)
+def _names(code: Any) -> tuple[str, ...]:
+    """Global names that this code, or a function in it, reads."""
+    inside = [part for part in code.co_consts if isinstance(part, CodeType)]
+    return (*code.co_names, *(name for part in inside for name in _names(part)))
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
+        return type(value), repr(value)
+    if isinstance(value, tuple):
+        return tuple(map(_mark, value))
+    if isinstance(value, dict) and len(value) < 20 and all(isinstance(key, str) for key in value):
+        return tuple((key, _mark(item)) for key, item in value.items())
+    return id(value)
 
 
 def smallest_batch(model: Any) -> int:

@@ -54,7 +54,7 @@ class Trainer:
             samples, _ = open_samples(data, False, 0)
         build(model, samples.fetch(np.arange(1), 0))
         omni._prepare_for_fit(model)
-        start = initial_epoch if initial_epoch is not None else omni._restored["epoch"] if omni._restored else 0
+        start = initial_epoch if initial_epoch is not None else omni._resumed if omni._restored else 0
         dataset = omni.dataset(data, shuffle=shuffle)
         calls = callback_list(omni.is_main, model, callbacks, verbose, epochs, len(dataset))
         results = tf.function(model.get_metrics_result)
@@ -63,7 +63,11 @@ class Trainer:
             model.reset_metrics()
             for number, batch in enumerate(dataset):
                 calls.on_train_batch_begin(number)
+                # Samples that were only lent do not count.
+                kept = [] if omni.samples else [(v, v.numpy()) for metric in model.metrics for v in metric.variables]
                 omni.step(self._loss, batch)
+                for variable, before in kept:
+                    variable.assign(before)
                 calls.on_train_batch_end(number, plain(results()))
             _add_up(omni, model)
             return plain(model.get_metrics_result())

@@ -15,7 +15,7 @@ import numpy as np
 from omnilearn.control import Policy
 from omnilearn.data import Sampler
 from omnilearn.engine import evaluation
-from omnilearn.engine.facade import Facade, check_mode, check_timeout
+from omnilearn.engine.facade import Facade, check_mode, check_names, check_save, check_timeout
 from omnilearn.errors import OmniLearnError, UsageError
 from omnilearn.tensorflow import checkpoint
 from omnilearn.tensorflow.asynchronous.cluster import join
@@ -62,6 +62,7 @@ class OmniLearn(Facade):
     _checkpoint_file = checkpoint.FILE
 
     def __new__(cls, *args: Any, mode: str = "sync", **options: Any) -> OmniLearn:
+        check_names(OmniLearn.__init__, options, "OmniLearn()")
         # Parameter servers and workers serve in join(), and do not come back.
         if cls is OmniLearn and mode == "async" and join():
             from omnilearn.tensorflow.asynchronous.omni import AsyncOmniLearn
@@ -78,10 +79,10 @@ class OmniLearn(Facade):
         min_batch: int | None = None,
         max_batch: int | None = None,
         multiple_of: int = 1,
-        park: bool = True,
+        park: bool | None = None,
         micro_batch: int | None = None,
         nonfinite: str = "raise",
-        lr_scaling: str = "linear",
+        lr_scaling: str | None = None,
         staleness: str = "apply",
         threshold: int | None = None,
         device: str | None = None,
@@ -92,13 +93,13 @@ class OmniLearn(Facade):
         check_timeout(timeout)
         self._world = self._meet_world(device, timeout)
         with self._world.alike():
-            check_mode(mode, staleness, threshold, lr_scaling)
+            check_mode(mode, staleness, threshold, lr_scaling, park)
             kept = self._take_options(
                 global_batch, policy, min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of, park=park,
                 micro_batch=micro_batch, nonfinite=nonfinite, seed=seed,
             )  # fmt: skip
         if mode == "async":
-            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling}
+            kept |= {"staleness": staleness, "threshold": threshold, "lr_scaling": lr_scaling or "linear"}
         self._open(mode, kept, log_dir)
         self._engine: SyncEngine | None = None
         self._fit: Trainer | None = None
@@ -166,6 +167,7 @@ class OmniLearn(Facade):
         train: bool = True,
         shuffle: bool = False,
         drop_last: bool = False,
+        last: str = "keep",
         batch_size: int | None = None,
     ) -> Any:
         """Batches of ``data`` for this worker: arrays, a tf.data.Dataset of known size, or a keras.utils.PyDataset.
@@ -188,7 +190,8 @@ class OmniLearn(Facade):
                     minimum=minimum,
                     shuffle=shuffled,
                     seed=self.seed,
-                    drop_last=drop_last,
+                    last="drop" if drop_last else last,
+                    smallest=smallest_batch(engine.model),
                 )
         if not train:
             size = batch_size or max(1, self.global_batch // self.world_size)
@@ -236,6 +239,19 @@ class OmniLearn(Facade):
             raise UsageError("mean() over workers whose weights are all 0")
         result = total[:-1] / total[-1]
         return float(result[0]) if array.size == 1 else result.reshape(array.shape)
+
+    def agree(self, condition: Any, *, how: str = "any") -> bool:
+        """Whether ``condition`` holds on any worker (``how="all"``: on all of them): the same answer on all.
+
+        The way to stop together. Inside the loop it is over the workers that take part in the step.
+        """
+        if how not in ("any", "all"):
+            raise UsageError(f"agree() takes how='any' or how='all', got {how!r}")
+        engine = self._prepared("agree()")
+        engine.settle("agree()")
+        workers = engine.participants
+        answers = self._world.gather(bool(condition), engine.group(workers) if len(workers) > 1 else None)
+        return (any if how == "any" else all)(answers)
 
     def _sum(self, values: Any, doing: str) -> Any:
         """The sum over those who run the user's code now."""
@@ -292,6 +308,7 @@ class OmniLearn(Facade):
         ``every``: in the loop, after ``step()``, save after every so many steps of the job and else do nothing.
         """
         engine = self._prepared("save()")
+        check_save(every, extra)
         if not self._is_due(every):
             return
         engine.settle()
@@ -301,7 +318,7 @@ class OmniLearn(Facade):
         error = None
         if self.rank == workers[0]:
             facts = {
-                "sampler": self._position,
+                **self._position,
                 "policy": self._policy_facts(),
                 "extra": extra,
             }
@@ -329,13 +346,13 @@ class OmniLearn(Facade):
         engine = self._between_loops("load()")
         facts: dict[str, Any] = {}
         with self._world.alike():
-            if self.is_main:
+            if self._world.is_main:
                 facts = checkpoint.read_into(folder, engine.variables)
         facts = self._world.gather(facts)[0]
         if self._world.control is not None:
             engine.send(self._world.control, source=0)
-        self._resume(facts["policy"], facts["sampler"])
-        if self.is_main:
+        self._resume(facts["policy"], facts["sampler"], facts.get("samplers"))
+        if self._world.is_main:
             self._tell_checkpoint("loaded", folder, engine.step)
         return dict(facts["extra"])
 
@@ -350,6 +367,9 @@ class OmniLearn(Facade):
     def _let_go(self) -> None:
         atexit.unregister(self._at_exit)
         self._tracking.close()
+        if self._engine is not None:
+            self._engine.forget_loop()
+            self._engine.planner.end_threads()
         self._world.close()
 
     def _at_exit(self) -> None:

@@ -30,9 +30,9 @@ from omnilearn.pytorch.asynchronous.owner import is_scheduler
 from omnilearn.pytorch.asynchronous.steps import StepLog
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import Header, Pair
-from omnilearn.pytorch.engine import NonFiniteError
-from omnilearn.pytorch.membership import Membership
-from omnilearn.pytorch.model import OmniModel, gate
+from omnilearn.pytorch.engine import NO_STEP, NonFiniteError
+from omnilearn.pytorch.held import Held
+from omnilearn.pytorch.model import gate
 from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
@@ -62,7 +62,6 @@ class AsyncEngine:
         self.global_batch, self.nonfinite, self.events = global_batch, nonfinite, events
         self._pair: Pair | None = pair
         self._on_plan = on_plan
-        self.model = OmniModel(module, Membership(world, module, dict, lambda _: None))  # which wraps nothing alone
         self._tensors, self.gradient = tensors, tensors.gradient(pair)
         self.plan, self.workers, self.main = Plan((0,)), 1, 0
         self.version = self.generation = self.global_step = 0
@@ -73,6 +72,9 @@ class AsyncEngine:
         self._outstanding = 0  # leases not yet pushed, the queue included
         self._backwards, self._weight, self._own_weights = 0, 0.0, False
         self._unpushed: list[Share] = []  # shares in the gradient, not yet sent
+        self._held = Held(tensors.trainable)  # gradients of the share's micro-batches so far
+        self._earlier = Held(tensors.trainable)  # of shares before it, not yet sent
+        self._trainable = [p.requires_grad for p in module.parameters()]
         self._left = False  # a loop was broken out of, and the server does not know yet
         self._rates: list[float] = []
         self._scheduled = torch.zeros(wire.MOST_OTHERS, 3, dtype=torch.float64).numpy()
@@ -89,7 +91,6 @@ class AsyncEngine:
         """Have the user's own objects do here what belongs here, and nothing else: the server has the rest."""
         self.optimizer._step_supports_amp_scaling = False
         gate(self.optimizer, "step", self._step_optimizer)
-        gate(self.optimizer, "zero_grad", lambda: not self.accumulating)
         for i, other in enumerate(self.others):
             if is_scheduler(other):
                 gate_scheduler(other, lambda *args, i=i: self._count_schedule(i, *args))
@@ -194,7 +195,11 @@ class AsyncEngine:
         self.piece, self._backwards, self._said = piece, 0, 0
         if piece.first:
             self._weight, self._own_weights = 0.0, False
-        self.model.used()
+            if [p.requires_grad for p in self.module.parameters()] != self._trainable:
+                raise UsageError(
+                    "requires_grad of a parameter has changed since prepare(): in asynchronous mode the server has the "
+                    "trainable ones: freeze and unfreeze before prepare(), or close this OmniLearn and make a new one"
+                )
 
     def take_back(self, piece: Piece) -> None:
         if not self._backwards:
@@ -242,14 +247,10 @@ class AsyncEngine:
             raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
         if not loss.requires_grad:
             raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
-        if not self.model.used():
-            raise UsageError(
-                "the loss was not computed with the model that prepare() returned: call that one in the loop, "
-                "model(x); its other methods do not count as a call"
-            )
         self._backwards += 1
         self._loss = loss.detach()
         if piece.first:
+            self._earlier.lay_aside()
             self._own_weights = weight is not None
         elif self._own_weights != (weight is not None):
             raise UsageError("backward() must get a weight for all micro-batches of a share or for none")
@@ -257,13 +258,25 @@ class AsyncEngine:
         self._weight += part
         whole = piece.first and piece.last
         weighed_after = self._own_weights and not whole
+        self._held.put_back()
         with self.gradient.final() if piece.last and not weighed_after else contextlib.nullcontext():
             (loss if whole else loss * (part / piece.share.total)).backward()
-        if piece.last:
+        if all(p.grad is None for p in self._tensors.trainable):
+            raise UsageError(
+                "the loss does not depend on any trainable parameter of the model that prepare() got: was it computed "
+                "with another model, a copy for example?"
+            )
+        if not piece.last:
+            self._held.lay_aside()
+        else:
             if weighed_after:
                 scale = piece.share.total / self._weight
                 torch._foreach_mul_([p.grad for p in self._tensors.trainable if p.grad is not None], scale)
+            self._earlier.add_back()
             self._unpushed.append(piece.share)
+            if len(self._unpushed) == NO_STEP and not self._step:
+                log.warning("%d batches without optimizer.step(): the model does not learn from them until then",
+                            NO_STEP)  # fmt: skip
 
     def _step_optimizer(self) -> bool:
         """``optimizer.step()``: a round trip to the server. What the optimizer itself would do is done there."""
@@ -375,6 +388,10 @@ class AsyncEngine:
         if self._pair is not None:
             self.settle()
             self._ask(wire.BYE, "leaving")
+        self.abandon()
+
+    def end_threads(self) -> None:
+        """Before the process ends, also where it fails."""
         self.abandon()
 
     def abandon(self) -> None:

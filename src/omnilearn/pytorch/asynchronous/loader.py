@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from omnilearn.control import apportion
-from omnilearn.data import Permutation, Share
+from omnilearn.data import Permutation, Share, compare
 from omnilearn.engine.source import Piece
 from omnilearn.errors import InfeasibleError, UsageError
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
 from omnilearn.pytorch.evaluate import EvalLoader
-from omnilearn.pytorch.loader import _data_loader, _mixed, to_device
+from omnilearn.pytorch.loader import _data_loader, _mixed, last_of, to_device
 
 
 class LeaseLoader:
@@ -34,7 +34,11 @@ class LeaseLoader:
             )
         self._engine, self._micro_batch, self.shuffle, self.seed = engine, micro_batch, shuffle, seed
         self.size, batch = len(data), engine.global_batch
-        self.usable = self.size // batch * batch if options.pop("drop_last", False) else self.size
+        last = last_of(options)
+        if last == "merge":
+            raise InfeasibleError("last='merge' is for mode='sync': in asynchronous mode a lease takes in what is left")
+        self.usable = self.size // batch * batch if last == "drop" else self.size
+        self.samples: compare.Fingerprints = []  # for the server, which compares them
         if self.usable < 1:
             raise InfeasibleError(
                 f"the dataset has {self.size} samples, and none are left with drop_last and a global batch of {batch}"
@@ -58,9 +62,9 @@ class LeaseLoader:
         """The epoch that is under way or comes next."""
         return self._engine.epoch if self._engine.loader is self else self._engine.next_epoch
 
-    def describe(self) -> dict[str, int]:
+    def describe(self) -> dict[str, Any]:
         return {"size": self.size, "usable": self.usable, "shuffle": int(self.shuffle), "seed": self.seed,
-                "depth": self.depth}  # fmt: skip
+                "depth": self.depth, "samples": self.samples}  # fmt: skip
 
     def close(self) -> None:
         self.dataloader._iterator = None
@@ -74,7 +78,7 @@ class LeaseLoader:
             if self._order is None or self._order[0] != lease.epoch:
                 self._order = lease.epoch, Permutation(self.size, self.seed, lease.epoch, self.shuffle)
             indices = self._order[1](lease.start, lease.stop)
-            share = Share(self._engine._step, lease.epoch, lease.start, (lease.size,), indices)
+            share = Share(self._engine._step, lease.epoch, lease.start, (lease.size,), indices, (0,))
             size = min(self._micro_batch or lease.size, lease.size)
             starts = range(0, lease.size, size)
             for start in starts:

@@ -21,7 +21,7 @@ class Member:
     resources: Resources
     pair: Pair
     inbox: torch.Tensor  # its gradients, flags and buffers
-    outbox: torch.Tensor  # the parameters of an answer
+    outbox: torch.Tensor | None  # the parameters of an answer, where memory is shared
     shared: bool  # the worker has both boxes in its own memory too: nothing in them is sent
     gradients: list[torch.Tensor]
     buckets: list[torch.Tensor]  # what comes ahead of a push; nothing where memory is shared
@@ -53,7 +53,7 @@ class Member:
         numbers = inbox[:values]
         return Member(
             rank, where, resources, pair, inbox,
-            outbox=layout.values.empty() if memory is None else memory[:values],
+            outbox=None if memory is None else memory[:values],
             shared=memory is not None,
             gradients=layout.values.views(numbers),
             buckets=[numbers[b.begin : b.end] for b in layout.values.buckets(BUCKET)] if memory is None else [],
@@ -61,11 +61,6 @@ class Member:
             theirs=inbox[values + flags :],
             numbers=layout.values.stretches(numbers),
         )  # fmt: skip
-
-    def give(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Have a copy of these parameters in the answer: what is to be sent of it."""
-        self.outbox.copy_(values)
-        return [] if self.shared else [self.outbox]
 
     @property
     def computes(self) -> bool:

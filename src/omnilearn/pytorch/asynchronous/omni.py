@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
+import json
 import os
+import secrets
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,24 +21,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import omnilearn
-from omnilearn.cluster.rendezvous import local_address
+from omnilearn.cluster.rendezvous import local_address, reachable_address
 from omnilearn.cluster.resources import cores, detect
-from omnilearn.control import Plan, Problem
-from omnilearn.engine.journal import Journal
-from omnilearn.engine.planning import Planning
-from omnilearn.engine.progress import Progress
+from omnilearn.control import Plan
+from omnilearn.data import compare
+from omnilearn.engine.facade import check_save
 from omnilearn.errors import PeerFailure, UsageError
-from omnilearn.observe import EventLog
 from omnilearn.pytorch import checkpoint, checks
+from omnilearn.pytorch import model as models
 from omnilearn.pytorch.asynchronous import process
 from omnilearn.pytorch.asynchronous.engine import AsyncEngine
+from omnilearn.pytorch.asynchronous.job import Job, Kept, Likeness, Shares
 from omnilearn.pytorch.asynchronous.loader import AsyncEvalLoader, LeaseLoader
-from omnilearn.pytorch.asynchronous.owner import Owner, Portrait, is_scheduler, to_main_memory
+from omnilearn.pytorch.asynchronous.owner import Portrait, is_scheduler
 from omnilearn.pytorch.asynchronous.room import Settings
-from omnilearn.pytorch.asynchronous.server import Server
 from omnilearn.pytorch.asynchronous.tensors import Tensors
 from omnilearn.pytorch.asynchronous.wire import MOST_OTHERS
-from omnilearn.pytorch.loader import check_options, take_over
+from omnilearn.pytorch.loader import check_options, seeded, take_over
 from omnilearn.pytorch.model import fingerprint, smallest_batch
 from omnilearn.pytorch.omni import AT_EXIT, OmniLearn
 from omnilearn.pytorch.world import World
@@ -50,10 +53,11 @@ class AsyncOmniLearn(OmniLearn):
     def _meet_world(self, device: str | torch.device | None, timeout: timedelta, join: str | None) -> World:
         """Nobody is met: a worker only ever talks to the server. Who joins gets its rank from it."""
         world = World(device, timeout, alone=True)
-        self._address = join or os.environ.get(JOIN)
+        self._address, self._token = join or os.environ.get(JOIN), ""
         self._saved_at = 0  # the global step
         if self._address:
-            world.rank = process.ask(self._address, {"want": "rank"})["rank"]
+            self._token = process.token_of(self._address)
+            world.rank = process.ask(self._address, {"want": "rank"}, self._token)["rank"]
         return world
 
     def _write_run(self, mode: str, options: dict[str, Any]) -> None:
@@ -112,13 +116,17 @@ class AsyncOmniLearn(OmniLearn):
         if self._engine is not None:
             raise UsageError("prepare() was called before: one OmniLearn object trains one model")
         checks.prepared(model, optimizer, others, self._micro_batch if self.world_size > 1 else None)
+        if find_unused_parameters is not None:
+            raise UsageError("find_unused_parameters is for mode='sync': asynchronous workers send what gradients "
+                             "there are: leave it out")  # fmt: skip
+        model = models.own(model)
         if len(others) > MOST_OTHERS:
             raise UsageError(f"prepare() takes at most {MOST_OTHERS} objects beside model and optimizer in async mode")
         if not any(p.requires_grad for p in model.parameters()):
             raise UsageError("the model has no trainable parameters: there is nothing to send")
         model.to(self.device)
         minimum = max(self._min_batch or smallest_batch(model), self._multiple_of)
-        self._problem([1.0], minimum)  # says now what cannot be
+        self._shares(minimum).problem([1.0])  # says now what cannot be
         passport = {
             "package versions": {"omnilearn": omnilearn.__version__, "torch": torch.__version__.split("+")[0]},
             "OmniLearn's options": {name: repr(value) for name, value in self._options.items()},
@@ -128,7 +136,7 @@ class AsyncOmniLearn(OmniLearn):
         address = self._address or self._find_server(model, optimizer, others, minimum, passport)
         means = asdict(detect(str(self.device), measure=True))
         pair, first, memory = process.join(
-            address, self.rank, passport, means, self._world.timeout, Portrait(model).shared
+            address, self._token, self.rank, passport, means, self._world.timeout, Portrait(model).shared
         )
         tensors = Tensors(model, self.device, memory)
         self._engine = cast(Any, AsyncEngine(
@@ -136,13 +144,11 @@ class AsyncOmniLearn(OmniLearn):
             nonfinite=self._nonfinite, on_plan=self._announce, events=self._events,
         ))  # fmt: skip
         atexit.register(self._at_exit)
-        return (self._worker.model, optimizer, *others)
+        models.name_module(model)
+        return (model, optimizer, *others)
 
-    def _problem(self, speeds: Any, minimum: int) -> Problem:
-        return Problem.of(
-            self.global_batch, speeds=speeds, minimum=minimum, maximum=self._max_batch if len(speeds) > 1 else None,
-            multiple_of=self._multiple_of, park=False,
-        )  # fmt: skip
+    def _shares(self, minimum: int) -> Shares:
+        return Shares(self.global_batch, minimum, self._max_batch, self._multiple_of)
 
     def _find_server(self, model: Any, optimizer: Any, others: Any, minimum: int, passport: dict[str, Any]) -> str:
         """Rank 0 starts it and says where; the others hear of it in the launcher's store."""
@@ -157,37 +163,48 @@ class AsyncOmniLearn(OmniLearn):
         _runs[job] += 1
         key = f"omnilearn/async/{job[-1]}/{_runs[job]}"
         if self._world.rank == 0:
-            meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            host = os.environ.get(HOST) or local_address(meeting) or "127.0.0.1"
-            store.set(key, self._start_server(host, model, optimizer, others, minimum, passport))
+            address = self._start_server(self._host(), model, optimizer, others, minimum, passport)
+            store.set(key, json.dumps([address, self._token]))
         try:
             store.wait([key], self._world.timeout)
         except RuntimeError as error:
             raise PeerFailure(f"rank 0 has not started the asynchronous server: {error}") from error
-        address: str = store.get(key).decode()
-        return address
+        address, self._token = json.loads(store.get(key))
+        return str(address)
+
+    def _host(self) -> str:
+        """The address of this host that the others reach, and no other."""
+        chosen = os.environ.get(HOST)
+        if chosen:
+            return chosen
+        found = local_address(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}") or "127.0.0.1"
+        several = self._world.size > int(os.environ.get("LOCAL_WORLD_SIZE", self._world.size))
+        if several and ipaddress.ip_address(found).is_loopback:  # its own name, on Debian and Ubuntu, is 127.0.1.1
+            reachable = reachable_address()
+            if reachable is None:
+                raise UsageError(
+                    f"{os.environ['MASTER_ADDR']} is {found} here, where other hosts cannot reach the asynchronous "
+                    f"server: set {HOST} to an address of this host that they can"
+                )
+            return reachable
+        return found
 
     def _start_server(
         self, host: str, model: Any, optimizer: Any, others: Any, minimum: int, passport: dict[str, Any]
     ) -> str:
-        # Copied before the server is forked: it cannot use a card.
-        copies, state = Portrait(model).copies(), to_main_memory(optimizer.state_dict())
-        folder = self.log_dir
-
-        def build() -> Server:
-            settings = Settings(
-                global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
-                threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
-                lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
-                threads=process.threads(self.device.type, cores()),
-            )  # fmt: skip
-            owner = Owner(model, optimizer, others, copies, state)
-            planning = Planning(self._policy, lambda speeds: self._problem(speeds, minimum))
-            server = Server(owner, planning, settings, Journal(EventLog(folder, 0), self.backend, self._options))
-            server.on_progress = Progress().write
-            return server
-
-        return process.start(host, build, passport, folder)
+        self._token = secrets.token_hex(16)
+        settings = Settings(
+            global_batch=self.global_batch, minimum=minimum, staleness=self._options["staleness"],
+            threshold=self._options["threshold"], lr_scaling=self._options["lr_scaling"],
+            lease_timeout=self._options["lease_timeout"], timeout=self._world.timeout, expected=self._world.size,
+            threads=process.threads(self.device.type, cores()),
+        )  # fmt: skip
+        kept = tuple(other if is_scheduler(other) else Kept(other.state_dict()) for other in others)
+        folder = None if self.log_dir is None else os.path.abspath(self.log_dir)
+        return process.start(host, Job(
+            Likeness(model), optimizer, kept, self._policy, self._shares(minimum), settings, self._options, passport,
+            self._token, folder,
+        ))  # fmt: skip
 
     def loader(self, data: Any, *, train: bool = True, shuffle: bool | None = None, **options: Any) -> Any:
         self._prepared("loader()")
@@ -200,12 +217,15 @@ class AsyncOmniLearn(OmniLearn):
             shuffle = options.pop("shuffle") if shuffle is None else shuffle
             options.pop("shuffle", None)
         check_options(options, train=train)
+        check_data = options.pop("check_data", True)
         if not train:
             return AsyncEvalLoader(self._worker, data, **options)
         loader = LeaseLoader(
             self._worker, data, shuffle=bool(shuffle), seed=self.seed, micro_batch=self._micro_batch, **options
         )
-        self._sources[:] = [cast(Any, loader)]
+        if check_data:
+            loader.samples = compare.fingerprints(data, loader.size, seeded)
+        self._sources = [*self._sources, weakref.ref(loader)]
         return loader
 
     # The loop
@@ -246,6 +266,21 @@ class AsyncOmniLearn(OmniLearn):
         result = sum(theirs["sum"] for theirs in values) / total
         return result.item() if tensor.numel() == 1 else result
 
+    def agree(self, condition: Any, *, how: str = "any") -> bool:
+        """As in synchronous mode between epochs. Inside the training loop nobody waits: it is over what each worker
+        last said at this place."""
+        if how not in ("any", "all"):
+            raise UsageError(f"agree() takes how='any' or how='all', got {how!r}")
+        self._prepared("agree()")
+        engine = self._worker
+        said = engine.say(bool(condition)) if engine.piece is not None else engine.meet(bool(condition))["values"]
+        return bool(any(said) if how == "any" else all(said))
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print``, on the main worker alone."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
     # Checkpoints
 
     def save(self, folder: str | os.PathLike[str], *, every: int | None = None, **extra: Any) -> None:
@@ -253,13 +288,14 @@ class AsyncOmniLearn(OmniLearn):
         inside the loop the main worker's call counts, and the others' do nothing. ``every``: inside the loop, once for
         every so many global batches."""
         self._prepared("save()")
+        check_save(every, extra)
         engine = self._worker
         inside = engine.loader is not None
         if not self._is_due(every):
             return
         if engine.accumulating:
             raise UsageError("save() in the middle of a step: call it after the last micro-batch's optimizer.step()")
-        checkpoint.check_plain("extra", extra)
+        extra = checkpoint.plain(extra, ("extra",))
         self._saved_at = engine.global_step
         if inside and not self.is_main:
             return

@@ -1,7 +1,6 @@
 """The server's side of a model: its parameters in one flat buffer, the user's own optimizer and schedulers on them.
 
-Knows nothing of workers and messages; whoever calls it holds the server's lock. The module and the optimizer are the
-very objects that the user made, as the forked server process inherited them.
+Knows nothing of workers and messages; whoever calls it holds the server's lock.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnilearn.pytorch.asynchronous.job import Likeness
 from omnilearn.pytorch.asynchronous.layout import ALIGNMENT, Layout
 from omnilearn.pytorch.asynchronous.stretch import counting_as
 
@@ -24,7 +24,7 @@ WAYS = ("fused", "foreach", "capturable")
 class Portrait:
     """What a module consists of, as both sides see it: trainable parameters, buffers, frozen parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | Likeness) -> None:
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.buffers = list(module.buffers())
@@ -43,30 +43,13 @@ def is_scheduler(other: Any) -> bool:
     return hasattr(other, "step") and isinstance(getattr(other, "optimizer", None), torch.optim.Optimizer)
 
 
-def to_main_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_main_memory(item) for key, item in value.items()}
-    return type(value)(map(to_main_memory, value)) if isinstance(value, (list, tuple)) else value
-
-
 class Owner:
     """Parameters, buffers, optimizer, schedulers; ``version`` counts the updates."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: Sequence[Any],
-        copies: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        optimizer_state: dict[str, Any],
-    ) -> None:
+    def __init__(self, module: nn.Module | Likeness, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
         self.module, self.optimizer, self.others = module, optimizer, others
         self.portrait = portrait = Portrait(module)
-        self.values, self.buffers, self.frozen = copies
-        # What was on a card stays referenced: a forked process must not free it.
-        self._inherited = [(p.data, p.grad) for p in module.parameters()] + [(b.data, None) for b in portrait.buffers]
+        self.values, self.buffers, self.frozen = portrait.copies()
         for tensors, layout, flat in (
             (portrait.trainable, portrait.values, self.values),
             (portrait.buffers, portrait.rest, self.buffers),
@@ -74,11 +57,6 @@ class Owner:
         ):
             for tensor, view in zip(tensors, layout.views(flat), strict=True):
                 tensor.data = view
-        # Adam and others look at the card's stream before each step, whether a graph is being captured. There is no
-        # card in a forked process, and looking for it raises.
-        for look in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-            setattr(optimizer, look, lambda: None)
-        optimizer.load_state_dict(optimizer_state)
         self._chosen = [{key: group[key] for key in WAYS if key in group} for group in optimizer.param_groups]
         self._choose_ways()
         self.version = 0
@@ -130,11 +108,14 @@ class Owner:
                 other.step() if math.isnan(metric) else other.step(metric)
 
     def average_buffers(self, theirs: Sequence[torch.Tensor]) -> None:
-        """Buffers (running statistics) are the mean of what the workers have."""
+        """Buffers in floating point (running statistics) are the mean of what the workers have."""
         if not theirs or not self.portrait.rest.size:
             return
         everybody = [self.portrait.rest.views(flat) for flat in theirs]
         for mine, *values in zip(self.portrait.rest.views(self.buffers), *everybody, strict=True):
+            if not mine.is_floating_point() or all(torch.equal(value, values[0]) for value in values[1:]):
+                mine.copy_(values[0])  # masks, tables, counters: those of the first worker
+                continue
             mean = sum(value.to(torch.float64) for value in values) / len(values)
             mine.copy_(mean.to(mine.dtype))
 

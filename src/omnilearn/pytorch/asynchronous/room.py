@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from omnilearn.cluster.resources import Resources
+from omnilearn.data import compare
 from omnilearn.engine.journal import Journal
 from omnilearn.engine.planning import Planning
 from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
@@ -61,8 +62,11 @@ class Room:
         self._gone: set[int] = set()  # ranks that left with a word: their place as the main worker stays theirs
         self.epochs = Epochs(settings.global_batch, settings.minimum)
         self.final: tuple[torch.Tensor, torch.Tensor] = owner.values, owner.buffers
+        self._outgoing: tuple[int, torch.Tensor] = (-1, owner.values)  # a version's parameters, for all it is sent to
         self._began = time.monotonic()
         self._said: dict[int, dict[int, Any]] = {}
+        self._samples: compare.Fingerprints = []  # of the worker that came first
+        self._samples_of: Member | None = None
         self.on_progress: Callable[[int], None] = lambda step: None
 
     def welcome(self, m: Member) -> Answer:
@@ -200,7 +204,7 @@ class Room:
         parts: list[torch.Tensor] = []
         if values:
             header["parts"] = wire.VALUES
-            parts += m.give(self.owner.values)
+            parts += self._give(m)
         if m.told != self.planning.changes and kind != wire.FAILED:
             m.told, plan = self.planning.changes, self.planning.by_rank
             note = {**(note or {}), "plan": [list(plan.batches), plan.reason, plan.predicted, plan.instead_of]}
@@ -213,6 +217,17 @@ class Room:
             header["note"], header["parts"] = len(parts[-1]), header["parts"] | wire.NOTE
         return header, parts
 
+    def _give(self, m: Member, values: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Have a copy of these parameters, by default the current ones, in the answer: what is to be sent of it."""
+        if m.outbox is not None:
+            m.outbox.copy_(self.owner.values if values is None else values)
+            return []
+        if values is not None:
+            return [values]  # nobody changes these
+        if self._outgoing[0] != self.owner.version:
+            self._outgoing = self.owner.version, self.owner.values.clone()
+        return [self._outgoing[1]]
+
     def _copies(self) -> list[torch.Tensor]:
         return [part.clone() for part in (self.owner.values, self.owner.buffers, self.owner.frozen) if len(part)]
 
@@ -220,7 +235,7 @@ class Room:
         header, parts = self._reply(m, note=note)
         header["parts"] |= wire.VALUES | wire.BUFFERS | wire.FROZEN
         values, *rest = copies or self._copies()
-        return header, [*m.give(values), *rest, *parts]
+        return header, [*self._give(m, values), *rest, *parts]
 
     def _note_plan(self) -> None:
         """Between epochs nobody follows a plan: that workers leave then, one by one, is no news."""

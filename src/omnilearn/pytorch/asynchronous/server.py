@@ -34,6 +34,7 @@ class Server(Training):
     def __init__(self, owner: Owner, planning: Planning, settings: Settings, journal: Journal) -> None:
         super().__init__(owner, planning, settings, journal)
         self._meetings = Meetings()
+        self._said_folder: str | None = None  # where checkpoints are
 
     # A worker's thread
 
@@ -70,7 +71,8 @@ class Server(Training):
             raise wire.Nonsense(f"parts {parts} with a {wire.NAMES[kind]}")
         if kind == wire.PUSH and not member.shared:
             member.pair.receive_expected()
-            gradient, beside = member.inbox.split([len(member.outbox), len(member.inbox) - len(member.outbox)])
+            size = self.owner.portrait.values.size
+            gradient, beside = member.inbox.split([size, len(member.inbox) - size])
             member.pair.receive([gradient, beside] if header["again"] else [beside])
         elif kind in wanted and len(member.theirs) and not member.shared:
             member.pair.receive([member.theirs])
@@ -132,13 +134,21 @@ class Server(Training):
             if note["together"]:
                 self._together(m, note, self._write)
                 return self._reply(m)
-            state = self._checkpoint({m.rank: note})
-        checkpoint.write(note["folder"], state)
+            folder, state = self._folder({m.rank: note}), self._checkpoint({m.rank: note})
+        checkpoint.write(folder, state)
         with self.lock:
             return self._reply(m)
 
+    def _folder(self, brought: dict[int, Any]) -> str:
+        """Where rank 0 says, or last said: a worker that joined names no place on the server's host."""
+        if 0 in brought:
+            self._said_folder = str(brought[0]["folder"])
+        if self._said_folder is None:
+            raise UsageError("rank 0 has not said yet where checkpoints go: it must call save() or load() first")
+        return self._said_folder
+
     def _write(self, brought: dict[int, Any]) -> None:
-        folder = brought[min(brought)]["folder"]
+        folder = self._folder(brought)
         try:
             checkpoint.write(folder, self._checkpoint(brought))
         except Exception as error:
@@ -168,7 +178,7 @@ class Server(Training):
             return self._all_of_it(m, content, loaded["as_read"])
 
     def _read(self, brought: dict[int, Any]) -> dict[str, Any]:
-        folder = brought[min(brought)]["folder"]
+        folder = self._folder(brought)
         state = checkpoint.read(folder)
         if self._under_way:  # who comes late gets what was saved beside the model, and the model as it is now
             return {**state, "as_read": None}

@@ -9,6 +9,7 @@ from typing import Any
 
 from omnilearn.control import judge_staleness, lr_factor
 from omnilearn.control.rules import Verdict
+from omnilearn.data import compare
 from omnilearn.errors import UsageError
 from omnilearn.pytorch.asynchronous import wire
 from omnilearn.pytorch.asynchronous.layout import all_finite
@@ -94,6 +95,7 @@ class Training(Room):
     def _begin(self, m: Member, header: Header, note: Any) -> Answer:
         """The next epoch of this worker; who comes first opens it."""
         data = {key: int(note[key]) for key in ("size", "usable", "shuffle", "seed")}
+        samples = [(int(index), str(digest)) for index, digest in note["samples"]]
         with self.lock:
             self._await_start()
             epochs, wanted, since = self.epochs, m.epoch + 1, time.monotonic()
@@ -105,9 +107,22 @@ class Training(Room):
                 self._open(wanted, data)
             elif wanted == epochs.epoch and data != epochs.data:
                 raise UsageError(f"this worker's data are {data}, the others' {epochs.data}: use the same everywhere")
+            self._compare(m, samples)
             m.epoch, m.meetings, m.left, m.begun, m.late = wanted, 0, False, True, False
             self._said.clear()
             return self._reply(m, grant=min(int(note["depth"]), wire.MOST_LEASES), values=True)
+
+    def _compare(self, m: Member, samples: compare.Fingerprints) -> None:
+        """All workers have the same data."""
+        if not self._samples:
+            self._samples, self._samples_of = samples, m
+        index = compare.first_difference(self._samples, samples)
+        if index is not None:
+            first = self._samples_of
+            assert first is not None
+            raise UsageError(compare.difference(
+                index, f"rank {first.rank} ({first.resources.host}) and rank {m.rank} ({m.resources.host})"
+            ))  # fmt: skip
 
     def _open(self, epoch: int, data: dict[str, int]) -> None:
         self.epochs.open(epoch, data)
@@ -145,4 +160,4 @@ class Training(Room):
         header, parts = self._reply(m)
         header["parts"] |= wire.VALUES | wire.BUFFERS
         values, buffers = self.final
-        return header, [*m.give(values), *([buffers] if len(buffers) else []), *parts]
+        return header, [*self._give(m, values), *([buffers] if len(buffers) else []), *parts]

@@ -128,10 +128,11 @@ PROMPT = timedelta(seconds=20)
 class Pair:
     """This process and one peer, in a gloo group of their own. ``me`` is 0 for the server, 1 for a worker."""
 
-    def __init__(self, store: Any, name: str, me: int, address: str, timeout: timedelta) -> None:
+    def __init__(self, store: Any, name: str, me: int, device: Any, timeout: timedelta) -> None:
+        """``device``: gloo's, of the address that the peer reaches."""
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout, options._devices = timeout, [device]
+        options._threads = 1  # for collectives, of which there are none
         self._peer, self._timeout = 1 - me, timeout
         self._prompt = min(PROMPT, timeout) if me else None
         try:
