@@ -7,12 +7,14 @@ and offers ``add_arguments(parser)`` and ``main(args) -> int``.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import ClassVar, NoReturn
 
 from omnilearn import __version__
-from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError
+from omnilearn.errors import InfeasibleError, OmniLearnError, UsageError, meant
 
 COMMANDS = {
     "demo": ("omnilearn.demo.command", "see it work on this machine (two minutes)"),
@@ -35,9 +37,23 @@ start here:
 exit codes: 0 success, 1 the work failed, 2 wrong use, 130 interrupted"""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says which option was meant, where one is misspelt."""
+
+    known: ClassVar[list[str]] = []
+
+    def error(self, message: str) -> NoReturn:
+        known = [*COMMANDS, *self.known]
+        for word in re.findall(r"--[\w-]+|invalid choice: '(\w+)'", message) and re.findall(r"[\w-]+", message):
+            if word not in known and (hint := meant(word, known)):
+                message += hint
+                break
+        super().error(message)
+
+
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The whole parser; arguments of commands other than ``only`` are left out, with the imports they need."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "omnilearn",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -51,6 +67,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         )
         if name == only:
             import_module(module).add_arguments(sub)
+            Parser.known = [word for action in sub._actions for word in action.option_strings]
     return parser
 
 

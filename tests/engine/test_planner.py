@@ -213,9 +213,9 @@ def test_nobody_waits_for_the_parked_and_they_follow() -> None:
             position = samplers[rank].state_dict()
             samplers[rank].load_state_dict(position | {"step": position["step"] + 1})
 
-    wire.rows[1].append(np.array([-1.0, -1.0, 1.5, 12.0, 5.0, 0.1]))  # with the first exchange, in step 0
+    wire.rows[1].append(np.array([-1.0, -1.0, 1.5, 12.0, 5.0, 0.1, 0.0]))  # with the first exchange, in step 0
     steps(0, 8)
-    wire.rows[1].append(np.array([-1.0, -1.0, 2.5, 10.0, 4.0, 0.2]))  # with the second, but late
+    wire.rows[1].append(np.array([-1.0, -1.0, 2.5, 10.0, 4.0, 0.2, 0.0]))  # with the second, but late
     steps(0, 6)
     wire.rows[1].clear()
     assert len(policy.reports) == 4

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from omnilearn import OmniLearn
 from omnilearn.pytorch.loader import side_stream, to_device
-from omnilearn.pytorch.reduction import Compressed
+from omnilearn.pytorch.reducer import Reducer
+from omnilearn.pytorch.world import World
 from tests.gang import Gang
 from tests.integration import test_compress
 from tests.integration.common import blobs, mlp, run_epochs
@@ -94,10 +95,11 @@ def test_compression_over_nccl(nccl: dist.ProcessGroup) -> None:
     model(x).square().mean().backward()
     exact = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    wrapped, compressed = DistributedDataParallel(model, gradient_as_bucket_view=True), Compressed(torch.bfloat16)
-    wrapped.register_comm_hook(None, lambda _, bucket: compressed.send(bucket, nccl))
-    wrapped(x).square().mean().backward()
-    compressed.finish()
+    world = World(None, timedelta(seconds=60))
+    reducer, place = Reducer(world, model, nccl, None, (0,), False, torch.bfloat16), world.place("reducing gradients")
+    reducer.arm(model(x).square().mean(), place, 8.0, False).backward()
+    assert reducer.finish(place).tolist() == [8.0, 0.0, 0.0]
+    world.close()
     for p, before in zip(model.parameters(), exact, strict=True):
         assert p.grad is not None
         assert torch.equal(p.grad, before.bfloat16().float())

@@ -79,9 +79,9 @@ def test_a_failed_pass_leaves_no_trace_in_batch_norm(gang: Gang, tmp_path: Path)
     results = gang.run(2, hungry.call, [[4, 12]], options)
     failed = [event for event in read(tmp_path) if event["kind"] == "oom"]
     assert failed
-    tracked = sum(float(b) for b in results[0]["buffers"] if b.dtype == torch.int64)
+    tracked = {float(b) for result in results for b in result["buffers"] if b.dtype == torch.int64}
     went_well = [len(results[0]["passes"]), len(results[1]["passes"]) - len(failed)]
-    assert tracked == sum(went_well) // 2, "num_batches_tracked, averaged over the workers"
+    assert tracked == {max(went_well)}, "num_batches_tracked, the same on all: of the worker that made most passes"
     assert min(results[1]["passes"]) >= 2, "BatchNorm needs two samples"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -176,7 +177,7 @@ def _bare(rank: int, workers: int, port: int, parameters: int, seconds: float, v
     portrait = Portrait(Ballast(parameters))
     gradient, outbox = portrait.values.empty(), torch.zeros(portrait.message, dtype=torch.uint8)
     values = portrait.values.empty()
-    pair = Pair(store, f"bare-{rank}", 1, ADDRESS, LIMIT)
+    pair = Pair(store, f"bare-{rank}", 1, dist.ProcessGroupGloo.create_device(hostname=ADDRESS), LIMIT)
     steps, begin = -1, time.perf_counter()
     store.add("ready", 1)
     while store.add("ready", 0) < workers:
@@ -205,7 +206,8 @@ def _echo(workers: int, port: int, parameters: int, update: bool) -> None:
     owner = Owner(model, optimizer, ())
 
     def answer(rank: int) -> None:
-        pair = Pair(TCPStore(ADDRESS, port, is_master=False, timeout=LIMIT), f"bare-{rank}", 0, ADDRESS, LIMIT)
+        device = dist.ProcessGroupGloo.create_device(hostname=ADDRESS)
+        pair = Pair(TCPStore(ADDRESS, port, is_master=False, timeout=LIMIT), f"bare-{rank}", 0, device, LIMIT)
         inbox = torch.zeros(portrait.message, dtype=torch.uint8)
         values = inbox[: portrait.values.size]
         gradients = portrait.values.views(values)

@@ -26,6 +26,8 @@ from omnilearn.observe.beside import beside
 
 _claimed: list[Any] = []
 """What makes this launcher the host of a meeting; kept until the process ends."""
+OURS = ("--nproc", "--nproc-per-node", "--nnodes", "--emulate", "--emulate-by", "--max-restarts", "--rdzv-endpoint")
+"""Options that hardly any script has itself."""
 USAGE = "omnilearn run [--nproc N] [--emulate SPEC] [--log-dir DIR] [torchrun's options] script.py [arguments]"
 
 DESCRIPTION = """\
@@ -140,6 +142,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     _check_script(args)
+    _check_words(args)
     if args.framework == "tensorflow":
         return _main_tensorflow(args)
     if args.ps:
@@ -261,6 +264,16 @@ def _check_script(args: argparse.Namespace) -> None:
             f"script {script!r} was not found in {os.getcwd()}: check the path (a module needs -m, and "
             "options of omnilearn come before the script)"
         )
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """Say which of the script's arguments look like options of ours: those come before the script."""
+    for word in args.training_script_args:
+        if word.partition("=")[0].replace("_", "-") in OURS:
+            _say(
+                f"{word} stands behind {args.training_script}, which gets it: options of omnilearn run come before the "
+                f"script"
+            )
 
 
 def _check_nodes(args: argparse.Namespace) -> bool:

@@ -9,7 +9,7 @@ from omnilearn.control.curves import Curves
 from omnilearn.control.optimal import Optimal
 from omnilearn.control.policy import Policy, Proportional, Report, State, Static, Uniform
 from omnilearn.control.problem import Plan, Problem
-from omnilearn.control.rules import LR_RULES, STALENESS_RULES, judge_staleness, lr_factor
+from omnilearn.control.rules import LR_RULES, STALENESS_RULES, grows_with, judge_staleness, lr_factor
 from omnilearn.control.split import apportion
 from omnilearn.errors import InfeasibleError
 
@@ -29,6 +29,7 @@ __all__ = [
     "Uniform",
     "allocate",
     "apportion",
+    "grows_with",
     "judge_staleness",
     "lr_factor",
     "policy",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import log, sqrt
 
 from omnilearn.errors import InfeasibleError
 
@@ -32,6 +33,24 @@ def lr_factor(rule: str, batch: float, reference: float) -> float:
     if rule == "none":
         return 1.0
     raise InfeasibleError(f"unknown lr_scaling {rule!r}: use one of {', '.join(LR_RULES)}")
+
+
+APART = 1.5
+"""Batches that differ less than so many times say nothing about what a loss depends on."""
+
+
+def grows_with(batches: Sequence[float], losses: Sequence[float]) -> bool | None:
+    """Whether workers' losses of the same steps are in the ratio of their batches, as sums over a batch are and means
+    are not. None: these cannot tell.
+
+    >>> grows_with([10, 40], [2.1, 8.0]), grows_with([10, 40], [2.1, 2.0]), grows_with([10, 12], [2.1, 2.0])
+    (True, False, None)
+    """
+    pairs = [(b, x) for b, x in zip(batches, losses, strict=True) if b > 0 and x > 0]
+    small, large = min(pairs, default=(1, 1)), max(pairs, default=(1, 1))
+    if large[0] < APART * small[0]:
+        return None
+    return bool(0.75 < log(large[1] / small[1]) / log(large[0] / small[0]) < 1.33)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from omnilearn import control
 from omnilearn.control import Plan, Policy, Problem, Report, State
 from omnilearn.control.curves import LEAP
 from omnilearn.data import Sampler
@@ -32,10 +34,12 @@ log = logging.getLogger("omnilearn")
 
 GROWING = 4
 """Steps with a batch LEAP times the largest before that say little on a CPU: the allocator learns what to keep."""
-LEFT_AT, PULSE, MICRO, FAILED, RATE, HEADER = slice(0, 2), 2, 3, 4, 5, 6
+LEFT_AT, PULSE, MICRO, FAILED, RATE, LOSS, HEADER = slice(0, 2), 2, 3, 4, 5, 6, 7
 """What a rank tells of itself before its timings: where it left the loop (-1: it did not), its pulse, its largest
-micro-batch (0: not known), with how many samples it ran out of memory since (0: it did not), and its learning rates,
-added up."""
+micro-batch (0: not known), with how many samples it ran out of memory since (0: it did not), its learning rates, added
+up, and the mean loss of these steps (0: not known)."""
+SUMS = 3
+"""So many exchanges in a row whose losses are in the ratio of the batches are taken for losses that are sums."""
 ALONE_EVERY = 0.5
 """Seconds between two entries in the events where there are no exchanges."""
 
@@ -158,6 +162,7 @@ class Planner:
         self._story = Story(self._events, world)
         self._story.plan(self.state, 0)
         self._exchange: _Exchange | None = None
+        self._sums = 0
         self._pulse = Pulse(world.speed)
         # On CUDA the last step may still be running: its events are read with the next report.
         self._hold_back = int(any(r.device != "cpu" for r in world.resources))
@@ -261,7 +266,7 @@ class Planner:
         if self._memory is not None:
             sent[MICRO], sent[FAILED] = self._memory.micro_batch or 0, self._memory.failed
             self._memory.failed = 0
-        sent[RATE] = self._rate()
+        sent[RATE], sent[LOSS] = self._rate(), _mean_loss(rows)
         sent[LEFT_AT] = (-1, -1) if stop is None else (stop.step, stop.offset)
         sent[PULSE] = self._pulse.ratio if idle else self._pulse.forget()
         timings = [self._clock.take() if row.took_part else None for row in rows]
@@ -340,7 +345,20 @@ class Planner:
         here = [rank for rank in range(self._world.size) if rank not in exchange.parked]
         rates = dict(zip(here, table[here, RATE].tolist(), strict=True))
         differ = stop is None and len(set(rates.values())) > 1
+        if stop is None and exchange.sizes:
+            self._look_at_losses(np.mean(exchange.sizes, axis=0)[here].tolist(), table[here, LOSS].tolist())
         return _Answer(stop, tuple(table[:, PULSE].tolist()), micro, failed, state, rates if differ else {})
+
+    def _look_at_losses(self, batches: list[float], losses: list[float]) -> None:
+        """Say so, once, where losses seem to be sums over the batch: workers with large ones would count for more."""
+        sums = control.grows_with(batches, losses)
+        self._sums = self._sums + 1 if sums else self._sums if sums is None else 0
+        if self._sums == SUMS:
+            log.warning(
+                "the losses of the workers are in the ratio of their batches (%s for %s samples), as those that are "
+                "sums over the batch: backward() takes the mean over it (reduction='mean'), or weight= what it is a "
+                "mean over", ", ".join(f"{loss:.3g}" for loss in losses[:4]), ", ".join(f"{b:g}" for b in batches[:4]),
+            )  # fmt: skip
 
     def _rows_of(self, exchange: _Exchange) -> Floats:
         """What everybody said. Those who were parked all the while may be late: nobody waits for them."""
@@ -385,6 +403,12 @@ class Planner:
                 loss=[None if row.loss is None else float(f"{float(row.loss):.6g}") for row in rows],
             )
         self._logged += len(rows)
+
+
+def _mean_loss(rows: Sequence[_Row]) -> float:
+    losses = [float(row.loss) for row in rows if row.took_part and row.loss is not None]
+    losses = [loss for loss in losses if isfinite(loss)]
+    return sum(losses) / len(losses) if losses else 0.0
 
 
 def _try_to_send(state: State) -> None:

@@ -41,6 +41,10 @@ from omnilearn.pytorch.world import World
 
 log = logging.getLogger("omnilearn")
 
+SUM = 2
+"""How autograd notes a loss function's reduction='sum'."""
+FIRST_LOSSES = 256
+"""Steps of the job whose losses workers compare, also where nobody writes events."""
 NO_STEP = 64
 """Batches without a step of an optimizer after which the log says so, where there was none at all."""
 REBUILT = 2
@@ -169,7 +173,6 @@ class SyncEngine(SyncLoop):
         if piece.first:
             self.begin_share(piece.share)
             self.weight, self._own_weights = 0.0, False
-            self._follow_trainable()
             if not piece.last:
                 self.shortage.cut(piece)
             if piece.lent:
@@ -251,6 +254,7 @@ class SyncEngine(SyncLoop):
             )
         self._backwards += 1
         if piece.first:
+            self._follow_trainable()
             self._earlier.lay_aside(copy=True)
         else:
             self._held.put_back()
@@ -275,6 +279,11 @@ class SyncEngine(SyncLoop):
             raise UsageError(f"backward() needs the mean loss of the batch, one number, got shape {tuple(loss.shape)}")
         if not loss.requires_grad:
             raise UsageError("the loss does not depend on any trainable parameter: was it computed under no_grad()?")
+        if getattr(loss.grad_fn, "_saved_reduction", None) == SUM:
+            raise UsageError(
+                "backward() got a loss with reduction='sum', which grows with this worker's batch: use "
+                "reduction='mean', or divide by what it is a sum over and say so: backward(loss / n, weight=n)"
+            )
         self._loss = loss.detach()
         if not self.weight:
             self._own_weights = weight is not None
@@ -316,7 +325,7 @@ class SyncEngine(SyncLoop):
         self._earlier.add_back()
         self._forget_lent()
         # Before the clock's mark: it is there when the step's time is read.
-        self.loss = later(self._loss) if self.events else None
+        self.loss = later(self._loss) if self.events or share.step < FIRST_LOSSES else None
         self.clock.reduced()
         self.done, self._unused = True, self._unused + 1
         if self._unused == NO_STEP and self.stepped == self._made:
@@ -446,6 +455,7 @@ class SyncEngine(SyncLoop):
     def unpack_from_peer(self, state: dict[str, Any]) -> None:
         for p, trainable in zip(self._parameters, state["trainable"], strict=True):
             p.requires_grad_(trainable)
+        self._trainable, self._setup = list(state["trainable"]), _setup(state["trainable"])
         self.unpack(state)
         gradients = state["gradients"] or [None] * len(self._parameters)
         for p, gradient in zip(self._parameters, gradients, strict=True):

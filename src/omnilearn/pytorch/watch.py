@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -67,7 +68,7 @@ class Place:
         return f"{self.what}|{self.step}|{self.loop}|{self.detail}"
 
     def __str__(self) -> str:
-        return f"{self.what} (step {self.step})"
+        return f"{self.what} (step {self.step}{', ' * bool(self.detail)}{self.detail})"
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Watch:
         self._before: dict[int, int] = {}  # by rank, the wait that was seen there in the last look
         self._question = 0  # the last one that was heard
         self._store.set(self._key(rank), "{}")  # there is something to read before anybody asks
+        _register()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="omnilearn-watch", daemon=True)
         self._thread.start()
@@ -167,18 +169,24 @@ class Watch:
             turn = 0
             while not self._stop.wait(TICK) and "ended" not in self._said:
                 turn += 1
-                if turn * TICK >= ANSWER_WITHIN / 2:
-                    turn, self._question = 0, int(self._store.add("asked", 0))
-                wait = self._wait
-                if wait is None or time.monotonic() - wait.since < COMPARE_AFTER:
-                    self._before = {}
-                    heard = self._question > self._said.get("asked", 0)
-                    if heard or "wait" in self._said:
-                        self._say({"line": line_of(self._main), "asked": self._question} if heard else {})
-                    continue
-                self._look(wait)
+                listens = turn * TICK >= ANSWER_WITHIN / 2
+                turn = 0 if listens else turn
+                with _forking:
+                    self._turn(listens)
         except Exception as error:  # the store is gone, and soon its connections
             log.debug("the watch over waiting ends: %s", error)
+
+    def _turn(self, listens: bool) -> None:
+        if listens:
+            self._question = int(self._store.add("asked", 0))
+        wait = self._wait
+        if wait is not None and time.monotonic() - wait.since >= COMPARE_AFTER:
+            self._look(wait)
+            return
+        self._before = {}
+        heard = self._question > self._said.get("asked", 0)
+        if heard or "wait" in self._said:
+            self._say({"line": line_of(self._main), "asked": self._question} if heard else {})
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -272,6 +280,26 @@ class Watch:
             print(f"omnilearn: {wait.error}", file=sys.stderr, flush=True)
             self.end(f"has ended: {wait.error}")
             os._exit(1)
+
+
+_forking = threading.Lock()
+"""A process is not forked (for a DataLoader's workers) while a watch is in C++: what it has locked there would stay
+locked in the child."""
+
+
+CALM = 0.005
+"""Seconds before a fork in which gloo's threads come to rest: they ask for Python's lock where they are the last to let
+go of a tensor, and a process forked in that moment stands still (CPython 3.11 and before; pytorch issue 75147)."""
+
+
+@lru_cache
+def _register() -> None:
+    def before() -> None:
+        time.sleep(CALM)
+        _forking.acquire()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=_forking.release, after_in_child=_forking.release)
 
 
 def at(line: str) -> str:

@@ -55,6 +55,10 @@ _open: list[tuple[World, Any]] = []
 """The worlds of this process, with the default group that we made for them: the last one destroys it."""
 
 
+_abandoned: list[Any] = []
+"""Groups in which something went wrong, kept until the process ends."""
+
+
 class World(Peers):
     """This process among its peers. ``control`` is a gloo group of all ranks (None: alone).
 
@@ -326,6 +330,8 @@ class World(Peers):
         mine = [(world, group) for world, group in _open if world is self]
         _open[:] = [(world, group) for world, group in _open if world is not self]
         if mine and not _open and dist.is_initialized() and mine[0][1] is dist.group.WORLD:
+            if self.broken:  # what is under way in them never ends, and to let go of them would wait for it
+                _abandoned.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
         self.control = None
 

@@ -75,6 +75,7 @@ class AsyncEngine:
         self._held = Held(tensors.trainable)  # gradients of the share's micro-batches so far
         self._earlier = Held(tensors.trainable)  # of shares before it, not yet sent
         self._trainable = [p.requires_grad for p in module.parameters()]
+        self._shares = 0  # computed so far
         self._left = False  # a loop was broken out of, and the server does not know yet
         self._rates: list[float] = []
         self._scheduled = torch.zeros(wire.MOST_OTHERS, 3, dtype=torch.float64).numpy()
@@ -274,7 +275,8 @@ class AsyncEngine:
                 torch._foreach_mul_([p.grad for p in self._tensors.trainable if p.grad is not None], scale)
             self._earlier.add_back()
             self._unpushed.append(piece.share)
-            if len(self._unpushed) == NO_STEP and not self._step:
+            self._shares += 1
+            if self._shares == NO_STEP and not self._step:
                 log.warning("%d batches without optimizer.step(): the model does not learn from them until then",
                             NO_STEP)  # fmt: skip
 
